@@ -1,0 +1,74 @@
+"""progress.json: the one sign of life of a running job, and the source of its metering.
+
+The container rewrites it by rename at most every ten seconds; the mirror of the checkpoint folder carries it to S3:
+
+    {"schema_version": 1, "run_id": "acme-sort-0a1b2c3d4e5f", "attempt": 1, "lineage": 1, "step": 40,
+     "total_steps": 100, "at": "2026-01-02T03:04:05.678900Z", "phase_ms": {"load": 900, "rollout": 8000, "reward": 90, "update": 7000,
+     "checkpoint": 60, "idle": 0}, "tokens": {"prefill": 5120, "sampled": 71680, "trained": 71680}, "restarts": [],
+     "longest_step_ms": 310, "metrics": {"first": {"reward": 0.2}, "last": {"reward": 0.7, "tokens_per_s": 5100.0},
+     "eval_before": {"eval_accuracy": 0.3}, "eval_after": {}}}
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+from .record import Record, UtcTime, Value
+
+PROGRESS_NAME = "progress.json"
+
+
+class PhaseMs(Value):
+    """Wall-clock milliseconds of this attempt by what they went into; `load` is everything before the first step."""
+
+    load: NonNegativeInt = 0
+    rollout: NonNegativeInt = 0
+    reward: NonNegativeInt = 0
+    update: NonNegativeInt = 0
+    checkpoint: NonNegativeInt = 0
+    idle: NonNegativeInt = 0
+
+
+class TokenCounts(Value):
+    """Tokens of this attempt: `prefill` read as prompts, `sampled` drawn, `trained` that carried a loss."""
+
+    prefill: NonNegativeInt = 0
+    sampled: NonNegativeInt = 0
+    trained: NonNegativeInt = 0
+
+
+class Restart(Value):
+    """A worker that died and was started again in place, with the five stages of its recovery in milliseconds."""
+
+    cause: str
+    at: UtcTime
+    detect_ms: NonNegativeInt = 0
+    decide_ms: NonNegativeInt = 0
+    provision_ms: NonNegativeInt = 0
+    restore_ms: NonNegativeInt = 0
+    first_step_ms: NonNegativeInt = 0
+
+
+class ProgressMetrics(Value):
+    """Metrics of the first and the newest step, and of the evaluations; a value that is not finite is left out."""
+
+    first: dict[str, FiniteFloat] = Field(default_factory=dict)
+    last: dict[str, FiniteFloat] = Field(default_factory=dict)
+    eval_before: dict[str, FiniteFloat] = Field(default_factory=dict)
+    eval_after: dict[str, FiniteFloat] = Field(default_factory=dict)
+
+
+class Progress(Record):
+    """How far a job is. `longest_step_ms` tells a silent job from a slow one."""
+
+    run_id: str
+    attempt: PositiveInt
+    lineage: PositiveInt
+    step: NonNegativeInt
+    total_steps: NonNegativeInt
+    at: UtcTime
+    phase_ms: PhaseMs = Field(default_factory=PhaseMs)
+    tokens: TokenCounts = Field(default_factory=TokenCounts)
+    restarts: tuple[Restart, ...] = ()
+    longest_step_ms: NonNegativeInt = 0
+    metrics: ProgressMetrics = Field(default_factory=ProgressMetrics)
