@@ -3,9 +3,10 @@
 The container rewrites it by rename at most every ten seconds; the mirror of the checkpoint folder carries it to S3:
 
     {"schema_version": 1, "run_id": "acme-sort-0a1b2c3d4e5f", "attempt": 1, "lineage": 1, "step": 40,
-     "total_steps": 100, "at": "2026-01-02T03:04:05.678900Z", "phase_ms": {"load": 900, "rollout": 8000, "reward": 90, "update": 7000,
-     "checkpoint": 60, "idle": 0}, "tokens": {"prefill": 5120, "sampled": 71680, "trained": 71680}, "restarts": [],
-     "longest_step_ms": 310, "metrics": {"first": {"reward": 0.2}, "last": {"reward": 0.7, "tokens_per_s": 5100.0},
+     "total_steps": 100, "at": "2026-01-02T03:04:05.678900Z", "longest_step_ms": 310,
+     "phase_ms": {"load": 900, "rollout": 8000, "reward": 90, "update": 7000, "checkpoint": 60, "idle": 0},
+     "tokens": {"prefill": 5120, "sampled": 71680, "trained": 71680}, "restarts": [],
+     "metrics": {"first": {"reward": 0.2}, "last": {"reward": 0.7, "tokens_per_s": 5100.0},
      "eval_before": {"eval_accuracy": 0.3}, "eval_after": {}}}
 """
 
