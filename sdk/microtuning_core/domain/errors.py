@@ -96,7 +96,9 @@ class StaleRevision(MicrotuningError):
     """A conditional write lost: the record is no longer at the revision that was read."""
 
     def __init__(self, run_id: str, expected: int) -> None:
-        super().__init__(f"Run {run_id} is no longer at revision {expected}.", next_step="Read it again and decide again.")
+        super().__init__(
+            f"Run {run_id} is no longer at revision {expected}.", next_step="Read it again and decide again."
+        )
         self.run_id, self.expected = run_id, expected
 
 

@@ -1,0 +1,191 @@
+"""A run and its attempts, as stored. One record holds both, so that one conditional write moves them together.
+
+submitted -> queued -> planning -> training -> evaluating -> completed
+                ^          ^           |
+                |          +------- recovering
+                +----- (capacity) ------+          any of them -> failed | stopped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal
+
+from microtuning_core.domain.errors import IllegalTransition
+from microtuning_core.domain.failures import FailureClass
+from microtuning_core.domain.names import parse_run_id
+from microtuning_core.domain.record import Record, UsdAmount, UtcTime, Value
+from microtuning_core.domain.spec import RunSpec
+
+
+class RunStatus(StrEnum):
+    SUBMITTED = "submitted"
+    QUEUED = "queued"
+    PLANNING = "planning"
+    TRAINING = "training"
+    RECOVERING = "recovering"
+    EVALUATING = "evaluating"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+_S = RunStatus
+FINAL = frozenset({_S.COMPLETED, _S.FAILED, _S.STOPPED})
+TRANSITIONS: Mapping[RunStatus, frozenset[RunStatus]] = {
+    _S.SUBMITTED: frozenset({_S.QUEUED, _S.FAILED, _S.STOPPED}),
+    _S.QUEUED: frozenset({_S.PLANNING, _S.FAILED, _S.STOPPED}),
+    _S.PLANNING: frozenset({_S.TRAINING, _S.QUEUED, _S.FAILED, _S.STOPPED}),
+    _S.TRAINING: frozenset({_S.RECOVERING, _S.QUEUED, _S.EVALUATING, _S.FAILED, _S.STOPPED}),
+    _S.RECOVERING: frozenset({_S.TRAINING, _S.QUEUED, _S.FAILED, _S.STOPPED}),
+    _S.EVALUATING: frozenset({_S.COMPLETED, _S.FAILED, _S.STOPPED}),
+    _S.COMPLETED: frozenset(),
+    _S.FAILED: frozenset(),
+    _S.STOPPED: frozenset(),
+}
+
+Outcome = Literal["completed", "failed", "stopped"]
+
+
+class FailureNote(Value):
+    """Why something failed: its class, one sentence, and where in the user's code if it was there."""
+
+    failure_class: FailureClass
+    message: str
+    file: str | None = None
+    line: int | None = None
+
+
+class Recovery(Value):
+    """One return from a failure, with its five stages in ms where they are known."""
+
+    cause: str
+    at: UtcTime
+    detect_ms: int | None = None
+    decide_ms: int | None = None
+    provision_ms: int | None = None
+    restore_ms: int | None = None
+    first_step_ms: int | None = None
+
+
+class AttemptPlan(Value):
+    """What an attempt runs on."""
+
+    instance_type: str
+    count: int
+    spot: bool
+    micro_batch_size: int | None
+    max_runtime_s: int
+    price_usd_per_hour: UsdAmount
+
+
+class Attempt(Value):
+    """One SageMaker training job. `outcome` None = not settled yet."""
+
+    attempt: int
+    job_name: str
+    lineage: int
+    plan: AttemptPlan
+    created_at: UtcTime
+    launched_at: UtcTime | None = None
+    started_at: UtcTime | None = None
+    ended_at: UtcTime | None = None
+    billed_s: int | None = None
+    training_s: int | None = None
+    outcome: Outcome | None = None
+    failure: FailureNote | None = None
+    checkpoint_step: int | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    stop_cause: str | None = None
+    cost_state: Literal["none", "estimate", "final"] = "none"
+
+    @property
+    def is_settled(self) -> bool:
+        return self.outcome is not None
+
+
+class CheckpointRef(Value):
+    """The newest whole checkpoint that is registered."""
+
+    lineage: int
+    step: int
+
+
+class RunMetrics(Value):
+    first: dict[str, float | None] = {}
+    last: dict[str, float | None] = {}
+    eval_before: dict[str, float | None] = {}
+    eval_after: dict[str, float | None] = {}
+
+
+class Liveness(Value):
+    """The last sign of life: progress.json as it reached the run."""
+
+    at: UtcTime
+    step: int
+    total_steps: int | None = None
+    longest_step_ms: int = 0
+
+
+class Run(Record):
+    """One fine-tuning, from spec to model. Frozen: `decide` returns the next one, the store writes it conditionally."""
+
+    run_id: str
+    tenant: str
+    name: str
+    spec: RunSpec
+    status: RunStatus = RunStatus.SUBMITTED
+    reason: str | None = None
+    failure: FailureNote | None = None
+    verdict: Outcome | None = None
+    stop_requested: str | None = None
+    created_at: UtcTime
+    updated_at: UtcTime
+    ended_at: UtcTime | None = None
+    not_before: UtcTime | None = None
+    waiting_for_capacity_since: UtcTime | None = None
+    execution: str
+    executions: int = 1
+    lineage: int = 1
+    attempts: tuple[Attempt, ...] = ()
+    last_checkpoint: CheckpointRef | None = None
+    liveness: Liveness | None = None
+    metrics: RunMetrics = RunMetrics()
+    cost_usd: UsdAmount | None = None
+    model_version: str | None = None
+    revision: int = 0
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def current(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+    def moved_to(self, status: RunStatus, **changes: Any) -> Run:
+        """This run with another status; only listed transitions, and staying is always allowed."""
+        if status != self.status and status not in TRANSITIONS[self.status]:
+            raise IllegalTransition(self.run_id, self.status, status)
+        return self.with_(status=status, **changes)
+
+    def with_(self, **changes: Any) -> Run:
+        return self.model_copy(update=changes)
+
+    def with_current(self, **changes: Any) -> Run:
+        """This run with changes to its newest attempt."""
+        return self.with_(attempts=(*self.attempts[:-1], self.attempts[-1].model_copy(update=changes)))
+
+
+def new_run(run_id: str, spec: RunSpec, now: datetime, execution: str | None = None) -> Run:
+    return Run(
+        run_id=run_id,
+        tenant=parse_run_id(run_id).tenant,
+        name=spec.name,
+        spec=spec,
+        created_at=now,
+        updated_at=now,
+        execution=execution or run_id,
+    )
