@@ -1,0 +1,125 @@
+"""GRANTS: what a role may be allowed, under the name by which a row of FUNCTIONS asks for it.
+
+A grant is one IAM statement: actions on literal resources. To let a handler do more, add a row here and its name in FUNCTIONS;
+the local cloud enforces these very statements, so a missing one fails on the laptop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aws_cdk import aws_iam as iam
+
+from infrastructure.names import (
+    BUCKET_ARN,
+    JOB_ROLE_ARN,
+    KEY_ARN,
+    PREFIX,
+    TRAINING_JOBS_ARN,
+    construct_id,
+    objects_arn,
+    queue_arn,
+    regional_arn,
+    resolved,
+    state_machine_arn,
+    table_arn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_READ = ("s3:GetObject",)
+_WRITE = ("s3:PutObject", "s3:AbortMultipartUpload")
+_ROWS = (
+    "dynamodb:GetItem",
+    "dynamodb:BatchGetItem",
+    "dynamodb:Query",
+    "dynamodb:ConditionCheckItem",
+    "dynamodb:PutItem",
+    "dynamodb:UpdateItem",
+    "dynamodb:DeleteItem",
+)
+_RECEIVE = (
+    "sqs:ReceiveMessage",
+    "sqs:DeleteMessage",
+    "sqs:ChangeMessageVisibility",
+    "sqs:GetQueueAttributes",
+    "sqs:GetQueueUrl",
+)
+_EXECUTIONS_ARN = regional_arn("states", f"execution:{PREFIX}:*")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """`actions` on `resources` (text with placeholders, see names.py), under `conditions`."""
+
+    actions: tuple[str, ...]
+    resources: tuple[str, ...]
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+
+GRANTS = {
+    # Objects. IfExists: HEAD and GET carry no prefix, and only with ListBucket is a missing object 404 rather than 403.
+    "list-objects": Grant(("s3:ListBucket",), (BUCKET_ARN,), {"StringLikeIfExists": {"s3:prefix": "tenants/*"}}),
+    "read-specs": Grant(_READ, objects_arn("specs/*")),
+    "read-commands": Grant(_READ, objects_arn("commands/*")),
+    "read-data": Grant(_READ, objects_arn("datasets/*", "code/*")),
+    "read-checkpoints": Grant(_READ, objects_arn("runs/*/checkpoints/*")),
+    "read-output": Grant(_READ, objects_arn("runs/*/output/*")),
+    "prune-checkpoints": Grant(("s3:DeleteObject",), objects_arn("runs/*/checkpoints/*")),
+    "write-receipts": Grant(_WRITE, objects_arn("receipts/*")),
+    "write-config": Grant(_WRITE, objects_arn("runs/*/config/*")),
+    "run-record": Grant(_READ + _WRITE, objects_arn("runs/*/run.json")),
+    "read-models": Grant(_READ, objects_arn("models/*")),
+    "write-models": Grant(_WRITE, objects_arn("models/*")),
+    # Rows.
+    "runs": Grant(_ROWS, (table_arn("runs"), table_arn("runs") + "/index/*")),
+    "ledger": Grant(_ROWS, (table_arn("ledger"),)),
+    "tenants": Grant(_ROWS, (table_arn("tenants"),)),
+    "idempotency": Grant(_ROWS, (table_arn("idempotency"),)),
+    # The state machine.
+    "start-execution": Grant(("states:StartExecution",), (state_machine_arn(),)),
+    "see-execution": Grant(("states:DescribeExecution",), (_EXECUTIONS_ARN,)),
+    "send-task": Grant(
+        ("states:SendTaskSuccess", "states:SendTaskFailure", "states:SendTaskHeartbeat"), (state_machine_arn(),)
+    ),
+    # Training jobs.
+    "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
+    "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
+    "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name
+    "create-jobs": Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (TRAINING_JOBS_ARN,)),
+    "pass-job-role": Grant(
+        ("iam:PassRole",), (JOB_ROLE_ARN,), {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
+    ),
+    "encrypt-volumes": Grant(
+        ("kms:CreateGrant", "kms:DescribeKey"), (KEY_ARN,), {"Bool": {"kms:GrantIsForAWSResource": "true"}}
+    ),
+    # Everyone.
+    "use-key": Grant(("kms:Decrypt", "kms:GenerateDataKey"), (KEY_ARN,)),
+    "trace": Grant(("xray:PutTraceSegments", "xray:PutTelemetryRecords"), ("*",)),  # have no resource to name
+}
+
+
+def write_own_logs(name: str) -> Grant:
+    """Streams and lines of the function's own log group, which the stack makes."""
+    group = regional_arn("logs", f"log-group:/microtuning/${{Stage}}/{name}:*")
+    return Grant(("logs:CreateLogStream", "logs:PutLogEvents"), (group,))
+
+
+def receive_from(queues: Iterable[str]) -> Grant:
+    return Grant(_RECEIVE, tuple(queue_arn(queue) for queue in queues))
+
+
+def statement(name: str, grant: Grant) -> iam.PolicyStatement:
+    """The grant as IAM statement whose Sid is its name."""
+    return iam.PolicyStatement(
+        sid=construct_id(name),
+        actions=list(grant.actions),
+        resources=resolved(grant.resources),
+        conditions=resolved(grant.conditions) or None,
+    )
+
+
+def policy(grants: dict[str, Grant]) -> iam.PolicyDocument:
+    return iam.PolicyDocument(statements=[statement(name, grant) for name, grant in grants.items()])
