@@ -39,7 +39,8 @@ def test_every_field_knows_its_line() -> None:
     assert document["algorithm"] == {"type": "grpo", "learning_rate": 0.0003}
     assert lines == {
         "": 1, "name": 1, "model": 2, "model.arch": 2,
-        "algorithm": 3, "algorithm.type": 4, "algorithm.learning_rate": 5, "compute": 6, "compute.fallbacks": 7, "compute.fallbacks.0": 8, "compute.fallbacks.1": 9,
+        "algorithm": 3, "algorithm.type": 4, "algorithm.learning_rate": 5, "compute": 6,
+        "compute.fallbacks": 7, "compute.fallbacks.0": 8, "compute.fallbacks.1": 9,
     }  # fmt: skip
 
 

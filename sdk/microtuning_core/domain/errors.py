@@ -15,6 +15,7 @@ MicrotuningError                  base; one sentence and the next step          
 ├── RunFailed                     a run that was waited for failed                (run_id, reason)
 ├── RunStopped                    a run that was waited for was stopped           (run_id, reason)
 ├── SubmitRefused                 the stage answered a submit with errors         (errors)
+├── StageUnreachable              a stage cannot be reached or does not answer    (stage)
 └── LocalCloudError               the local cloud cannot start or answer          (log_path)
 
 To add one: give it a place in the tree above, keep its data as attributes, and write the message as one sentence plus
@@ -163,6 +164,16 @@ class SubmitRefused(MicrotuningError):
         listed = "; ".join(str(error) for error in errors)
         super().__init__(f"Nothing was started: {listed}.", next_step="Correct the spec and submit again.")
         self.errors = errors
+
+
+class StageUnreachable(MicrotuningError):
+    """No credentials, no region, no deployed stack, or no answer from it in time."""
+
+    def __init__(self, stage: str, reason: str, *, next_step: str = "") -> None:
+        super().__init__(
+            f"The stage {stage!r} {reason}.", next_step=next_step or f"See `microtuning doctor --stage {stage}`."
+        )
+        self.stage, self.reason = stage, reason
 
 
 class LocalCloudError(MicrotuningError):
