@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import aws_cdk as cdk
 from aws_cdk import aws_iam as iam
 
 from infrastructure.names import (
     BUCKET_ARN,
     JOB_ROLE_ARN,
     KEY_ARN,
+    ON_AWS,
     PREFIX,
     TRAINING_JOBS_ARN,
     construct_id,
@@ -52,11 +54,15 @@ _EXECUTIONS_ARN = regional_arn("states", f"execution:{PREFIX}:*")
 
 @dataclass(frozen=True)
 class Grant:
-    """`actions` on `resources` (text with placeholders, see names.py), under `conditions`."""
+    """`actions` on `resources` (text with placeholders, see names.py), under `conditions`.
+
+    `emulator_has_no_resource`: AWS compares the action with `resources`, the emulator only with `*`.
+    """
 
     actions: tuple[str, ...]
     resources: tuple[str, ...]
     conditions: dict[str, Any] = field(default_factory=dict)
+    emulator_has_no_resource: bool = False
 
 
 GRANTS = {
@@ -82,7 +88,9 @@ GRANTS = {
     "start-execution": Grant(("states:StartExecution",), (state_machine_arn(),)),
     "see-execution": Grant(("states:DescribeExecution",), (_EXECUTIONS_ARN,)),
     "send-task": Grant(
-        ("states:SendTaskSuccess", "states:SendTaskFailure", "states:SendTaskHeartbeat"), (state_machine_arn(),)
+        ("states:SendTaskSuccess", "states:SendTaskFailure", "states:SendTaskHeartbeat"),
+        (state_machine_arn(),),
+        emulator_has_no_resource=True,
     ),
     # Training jobs.
     "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
@@ -116,9 +124,16 @@ def statement(name: str, grant: Grant) -> iam.PolicyStatement:
     return iam.PolicyStatement(
         sid=construct_id(name),
         actions=list(grant.actions),
-        resources=resolved(grant.resources),
+        resources=_resources(grant),
         conditions=resolved(grant.conditions) or None,
     )
+
+
+def _resources(grant: Grant) -> list[str]:
+    resources: list[str] = resolved(grant.resources)
+    if grant.emulator_has_no_resource:
+        return [cdk.Token.as_string(cdk.Fn.condition_if(ON_AWS, resource, "*")) for resource in resources]
+    return resources
 
 
 def policy(grants: dict[str, Grant]) -> iam.PolicyDocument:

@@ -22,6 +22,7 @@ STATE_MACHINE = PREFIX
 TRAINING_JOBS_ARN = "arn:${AWS::Partition}:sagemaker:${AWS::Region}:${AWS::AccountId}:training-job/${Stage}-*"
 KEY_ID = "StageKey"  # the logical id of the KMS key
 KEY_ARN = f"${{{KEY_ID}.Arn}}"
+ON_AWS = "IsOnAws"  # the logical id of the condition
 
 
 def regional_arn(service: str, resource: str) -> str:

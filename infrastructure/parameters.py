@@ -11,6 +11,8 @@ from typing import Any
 import aws_cdk as cdk
 from constructs import Construct
 
+from infrastructure.names import ON_AWS
+
 
 class Parameters(Construct):
     """The parameters of the stack, under their plain names."""
@@ -28,7 +30,10 @@ class Parameters(Construct):
         )
         self._text("ReconcileRate", "rate(5 minutes)", "How often every unfinished run is looked at again.")
         self._number("MaxRunningRuns", 20, "Runs of one tenant that may train at the same time.", 1, 1000)
-        self.on_aws = self._condition("OnAws", cdk.Fn.condition_equals(on_aws.value_as_string, "true"))
+        self.on_aws = cdk.CfnCondition(
+            self, "IsOnAws", expression=cdk.Fn.condition_equals(on_aws.value_as_string, "true")
+        )
+        self.on_aws.override_logical_id(ON_AWS)
 
     def _text(self, name: str, default: str, description: str, **rules: Any) -> cdk.CfnParameter:
         parameter = cdk.CfnParameter(
@@ -43,8 +48,3 @@ class Parameters(Construct):
         )
         parameter.override_logical_id(name)
         return parameter
-
-    def _condition(self, name: str, expression: cdk.ICfnConditionExpression) -> cdk.CfnCondition:
-        condition = cdk.CfnCondition(self, f"{name}Condition", expression=expression)
-        condition.override_logical_id(f"Is{name}")
-        return condition
