@@ -1,0 +1,1 @@
+"""The local SageMaker: CreateTrainingJob and its kin, each job a subprocess under SageMaker's container contract."""

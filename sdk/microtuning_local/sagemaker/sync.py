@@ -1,0 +1,173 @@
+"""Files between S3 and a job's folders: channels in, checkpoints both ways, model and output out.
+
+Checkpoints are mirrored while the job runs. Nothing is ever deleted in S3; names that begin with `.` or end in `.tmp`
+are not whole yet; within a folder manifest.json goes last, and only when everything beside it went: it is the commit.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from microtuning_local.sagemaker.locations import Location, path_of_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+COMMIT = "manifest.json"
+SWEEP_S = 0.5
+
+
+class Stamp(NamedTuple):
+    """What tells one version of a file from the next."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+
+class NothingFound(Exception):
+    """A channel names no object at all."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location.uri)
+        self.location = location
+
+
+def keys_under(s3: Any, location: Location) -> Iterator[str]:
+    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=location.bucket, Prefix=location.key):
+        yield from (entry["Key"] for entry in page.get("Contents", []))
+
+
+def download(s3: Any, location: Location, folder: Path, *, share: tuple[int, int] = (0, 1)) -> int:
+    """Copy the objects of a prefix into a folder; returns their number. `share` (i, n) takes every n-th from i on."""
+    index, count = share
+    wanted = [(key, path) for key in keys_under(s3, location) if (path := path_of_key(location.key, key))]
+    for key, path in wanted[index::count]:
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        s3.download_file(location.bucket, key, str(target), Config=one_thread())
+    return len(wanted)
+
+
+def download_channel(s3: Any, location: Location, folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not download(s3, location, folder, share=share):
+        raise NothingFound(location)
+
+
+def one_thread() -> Any:
+    """Without s3transfer's own threads: a small file is one request, and a job starts no pool for it."""
+    from boto3.s3.transfer import TransferConfig
+
+    return TransferConfig(use_threads=False)
+
+
+def pack(folders: Iterable[Path], target: Path) -> bool:
+    """A .tar.gz of what is in the folders, the later ones on top; False when all are empty."""
+    members: dict[str, Path] = {}
+    for folder in folders:
+        members |= {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if not members:
+        return False
+    # Level 1: on a laptop the packing, not the loopback, is what a run waits for.
+    with tarfile.open(target, "w:gz", compresslevel=1) as archive:
+        for name, path in members.items():
+            archive.add(path, arcname=name, recursive=False)
+    return True
+
+
+def upload(s3: Any, path: Path, target: Location, kms_key: str | None = None) -> None:
+    extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
+    s3.upload_file(str(path), target.bucket, target.key, ExtraArgs=extra, Config=one_thread())
+
+
+def upload_folder(s3: Any, folder: Path, target: Location, kms_key: str | None = None) -> int:
+    """Copy a folder as it is; returns the number of files."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in files:
+        upload(s3, path, target.under(path.relative_to(folder).as_posix()), kms_key)
+    return len(files)
+
+
+class CheckpointMirror:
+    """Uploads what changes in a folder, every `SWEEP_S`, until it is closed; the last sweep runs in `close`.
+
+    `failure` holds what S3 refused. The mirror stops there: a job whose checkpoints go nowhere must not run on.
+    """
+
+    def __init__(self, s3: Any, folder: Path, target: Location) -> None:
+        self.s3, self.folder, self.target = s3, folder, target
+        self.sent: dict[Path, Stamp] = {}
+        self.failure: Exception | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"mirror {target.key}", daemon=True)
+
+    def start(self) -> None:
+        """Begin; what is in the folder now came from S3 and does not go back."""
+        self.sent = dict(scan(self.folder))
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop sweeping, sweep once more, and raise what S3 refused."""
+        self._ending.set()
+        self._thread.join()
+        self._try_sweep()
+        if self.failure:
+            raise self.failure
+
+    def abandon(self) -> None:
+        """Stop without a last sweep: the machine is gone."""
+        self._ending.set()
+        self._thread.join()
+
+    def sweep(self) -> None:
+        """Send each folder's changed files, and its manifest only when all of them went."""
+        found = dict(scan(self.folder))
+        changed = [path for path in found if self.sent.get(path) != found[path]]
+        for folder in sorted({path.parent for path in changed}):
+            self._send_folder([path for path in changed if path.parent == folder], found)
+
+    def _send_folder(self, paths: list[Path], found: dict[Path, Stamp]) -> None:
+        for path in sorted(paths, key=lambda path: (path.name == COMMIT, path.name)):
+            if not self._send(path, found[path]):
+                return
+
+    def _send(self, path: Path, stamp: Stamp) -> bool:
+        """False when the file has gone meanwhile (the job prunes old checkpoints): then its folder has no commit."""
+        try:
+            upload(self.s3, path, self.target.under(path.relative_to(self.folder).as_posix()))
+        except FileNotFoundError:
+            return False
+        self.sent[path] = stamp
+        return True
+
+    def _run(self) -> None:
+        while not self._ending.wait(SWEEP_S) and self.failure is None:
+            self._try_sweep()
+
+    def _try_sweep(self) -> None:
+        if self.failure is None:
+            try:
+                self.sweep()
+            except Exception as error:  # kept for the job's thread, which reports it as the job's failure
+                self.failure = error
+
+
+def scan(folder: Path) -> Iterator[tuple[Path, Stamp]]:
+    """Every file that is whole, with its stamp. A file may go while we look: the job owns the folder."""
+    for path in sorted(folder.rglob("*")):
+        if is_unfinished(path.relative_to(folder)):
+            continue
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            continue
+        if path.is_file():
+            yield path, Stamp(facts.st_size, facts.st_mtime_ns, facts.st_ino)
+
+
+def is_unfinished(relative: Path) -> bool:
+    return any(part.startswith(".") or part.endswith(".tmp") for part in relative.parts)
