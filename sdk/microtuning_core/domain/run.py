@@ -149,6 +149,7 @@ class Run(Record):
     execution: str
     executions: int = 1
     lineage: int = 1
+    resume_from: CheckpointRef | None = None  # where this lineage started, if not at the beginning
     attempts: tuple[Attempt, ...] = ()
     last_checkpoint: CheckpointRef | None = None
     liveness: Liveness | None = None
@@ -160,6 +161,11 @@ class Run(Record):
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+    @property
+    def costs_are_final(self) -> bool:
+        """Whether every attempt that became a job has its final amount in the ledger."""
+        return all(each.cost_state == "final" for each in self.attempts if each.launched_at)
 
     @property
     def current(self) -> Attempt | None:

@@ -1,0 +1,46 @@
+"""What a function finds in its environment, read once and checked at the first line of an invocation."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import boto3
+from botocore.config import Config
+from pydantic import BaseModel, Field
+
+from microtuning_core.domain.names import StackNames
+from microtuning_core.usecases.services import Services, StageSettings, connect
+
+
+class Environment(BaseModel):
+    """The variables that infrastructure/functions.py sets; a test compares the two."""
+
+    stage: str = Field(alias="MICROTUNING_STAGE")
+    account: str = Field(alias="MICROTUNING_ACCOUNT")
+    region: str = Field(alias="AWS_REGION")
+    training_image_uri: str = Field(alias="TRAINING_IMAGE_URI")
+    max_running_runs: int = Field(alias="MAX_RUNNING_RUNS", ge=1)
+    kms_key_arn: str | None = Field(None, alias="KMS_KEY_ARN")
+
+    @property
+    def names(self) -> StackNames:
+        return StackNames(self.stage, self.account, self.region)
+
+    @property
+    def settings(self) -> StageSettings:
+        return StageSettings(self.names, self.training_image_uri, self.max_running_runs, self.kms_key_arn or None)
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    import os
+
+    return Environment.model_validate(dict(os.environ))
+
+
+@lru_cache(maxsize=1)
+def services() -> Services:
+    """Clients are made once a process: the next invocation finds them warm."""
+    session = boto3.Session()
+    session._session.set_default_client_config(Config(retries={"mode": "standard", "max_attempts": 5}))
+    return connect(session, environment().settings)

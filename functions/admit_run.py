@@ -1,0 +1,24 @@
+"""State "Admit run" -> queue `admissions` -> the run waits for a slot, or has one at once."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from aws_lambda_powertools.utilities.data_classes.sqs_event import SQSRecord
+from aws_lambda_powertools.utilities.typing import LambdaContext
+
+from functions._environment import services
+from functions._queue import Body, handle_messages, logger, metrics
+from microtuning_core.usecases.admit import admit
+
+
+@metrics.log_metrics
+@logger.inject_lambda_context
+def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
+    return handle_messages(event, context, _process, lambda body: body["input"].get("run_id"))
+
+
+def _process(body: Body, record: SQSRecord) -> None:
+    sent_at = datetime.fromtimestamp(int(record.attributes.sent_timestamp or 0) / 1000, UTC)
+    admit(services(), body["token"], body["execution"], body["input"], sent_at)

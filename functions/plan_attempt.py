@@ -1,0 +1,24 @@
+"""State "Plan attempt": the next machine for this run, and the configuration its job will read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aws_lambda_powertools.utilities.typing import LambdaContext
+
+from functions._environment import services
+from functions._queue import is_warm_up, logger, metrics
+from microtuning_core.usecases.plan import plan_attempt
+
+
+@metrics.log_metrics
+@logger.inject_lambda_context
+def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
+    if is_warm_up(event):
+        return {}
+    run = plan_attempt(services(), event["run_id"])
+    attempt = run.current
+    logger.info(
+        "planned", extra={"run_id": run.run_id, "plan": attempt.plan.model_dump(mode="json") if attempt else None}
+    )
+    return {"run_id": run.run_id, "attempt": attempt.attempt if attempt else 0}

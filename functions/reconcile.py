@@ -1,0 +1,23 @@
+"""A schedule -> queue `ticks` -> whatever no event told. `microtuning local tick` invokes it directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aws_lambda_powertools.utilities.typing import LambdaContext
+
+from functions._environment import services
+from functions._queue import Body, handle_messages, is_warm_up, logger, metrics
+from microtuning_core.usecases.reconciling import reconcile
+
+
+@metrics.log_metrics
+@logger.inject_lambda_context
+def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
+    if "Records" in event:
+        return handle_messages(event, context, lambda body, _record: _process(body), lambda _body: None)
+    return {} if is_warm_up(event) else {"looked_at": reconcile(services())}
+
+
+def _process(_body: Body) -> None:
+    logger.info("reconciled", extra={"looked_at": reconcile(services())})

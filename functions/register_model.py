@@ -1,0 +1,20 @@
+"""State "Register model": a completed run becomes a model version, or is refused for want of its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aws_lambda_powertools.utilities.typing import LambdaContext
+
+from functions._environment import services
+from functions._queue import is_warm_up, logger, metrics
+from microtuning_core.usecases.registering import register_model
+
+
+@metrics.log_metrics
+@logger.inject_lambda_context
+def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
+    if is_warm_up(event):
+        return {}
+    run = register_model(services(), event["run_id"])
+    return {"run_id": run.run_id, "outcome": run.verdict or str(run.status)}

@@ -1,0 +1,74 @@
+"""Objects of the stage's bucket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from microtuning_core.aws.errors import is_missing
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object as a listing shows it."""
+
+    key: str
+    bytes: int
+
+
+class ObjectStore:
+    def __init__(self, s3: S3Client, bucket: str) -> None:
+        self._s3 = s3
+        self.bucket = bucket
+
+    def read(self, key: str) -> bytes | None:
+        """The object's bytes, or None when there is none."""
+        try:
+            return self._s3.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+        except ClientError as error:
+            if is_missing(error):
+                return None
+            raise
+
+    def read_json(self, key: str) -> Any:
+        body = self.read(key)
+        return None if body is None else json.loads(body)
+
+    def put(self, key: str, body: bytes, *, content_type: str = "application/json") -> str:
+        """Writes the object; its etag, without quotes."""
+        answer = self._s3.put_object(Bucket=self.bucket, Key=key, Body=body, ContentType=content_type)
+        return answer["ETag"].strip('"')
+
+    def put_json(self, key: str, document: Any) -> str:
+        return self.put(key, json.dumps(document, ensure_ascii=False, indent=1).encode())
+
+    def bytes_of(self, key: str) -> int | None:
+        """The object's size, or None when there is none."""
+        try:
+            return self._s3.head_object(Bucket=self.bucket, Key=key)["ContentLength"]
+        except ClientError as error:
+            if is_missing(error):
+                return None
+            raise
+
+    def list(self, prefix: str) -> Iterator[Stored]:
+        """Everything under a prefix that ends in "/", so that run-1 is never also run-10."""
+        if not prefix.endswith("/"):
+            raise ValueError(f"the prefix {prefix!r} must end in '/'")
+        for page in self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
+            for each in page.get("Contents", []):
+                yield Stored(each["Key"], each["Size"])
+
+    def delete(self, keys: list[str]) -> None:
+        for start in range(0, len(keys), 1000):  # the service's limit for one call
+            chunk = keys[start : start + 1000]
+            self._s3.delete_objects(
+                Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in chunk], "Quiet": True}
+            )

@@ -1,0 +1,52 @@
+"""SageMaker training jobs of this stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from microtuning_core.aws.errors import code_of, is_missing, message_of
+from microtuning_core.domain.errors import LaunchRefused
+from microtuning_core.domain.failures import Failure, classify_refusal
+from microtuning_core.domain.job import JobFacts, job_facts
+
+if TYPE_CHECKING:
+    from mypy_boto3_sagemaker import SageMakerClient
+
+
+class Refused(LaunchRefused):
+    """CreateTrainingJob said no; `failure` is what the rules decide on."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.failure_class, failure.message)
+        self.failure = failure
+
+
+class TrainingJobs:
+    def __init__(self, sagemaker: SageMakerClient) -> None:
+        self._sagemaker = sagemaker
+
+    def create(self, request: dict[str, Any]) -> None:
+        """Creates the job; one of that name that exists already is success (the message came twice)."""
+        try:
+            self._sagemaker.create_training_job(**request)
+        except ClientError as error:
+            if code_of(error) != "ResourceInUse":
+                raise Refused(classify_refusal(code_of(error), message_of(error))) from error
+
+    def describe(self, job_name: str) -> JobFacts | None:
+        try:
+            return job_facts(self._sagemaker.describe_training_job(TrainingJobName=job_name))
+        except ClientError as error:
+            if is_missing(error):
+                return None
+            raise
+
+    def stop(self, job_name: str) -> None:
+        """Asks the job to stop; one that has ended meanwhile is success."""
+        try:
+            self._sagemaker.stop_training_job(TrainingJobName=job_name)
+        except ClientError as error:
+            if not is_missing(error) and code_of(error) != "ValidationException":
+                raise

@@ -1,0 +1,57 @@
+"""A run asks to be let in: its token waits in the table until `grant` gives it a slot. Nothing polls."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from microtuning_core.domain.errors import InvalidName, InvalidSpec, Problem
+from microtuning_core.domain.names import check_tenant, new_run_id
+from microtuning_core.domain.run import Run, RunStatus, new_run
+from microtuning_core.domain.settle import WaitingState
+from microtuning_core.domain.spec import parse_spec
+from microtuning_core.usecases.services import Services
+from microtuning_core.usecases.settle import begin_planning, deliver, grant_slots
+from microtuning_core.usecases.submit import check_spec
+
+
+def admit(services: Services, token: str, execution: str, state: dict[str, Any], sent_at: datetime) -> None:
+    """Answers the token at once where the answer is known, else queues the run.
+
+    Args:
+        state: `{"run_id": …}`, or `{"tenant": …, "spec": {…}}` from "Start execution" in the console.
+        sent_at: when the message was sent; it is part of the id of a run started from the console.
+    """
+    try:
+        run_id = state["run_id"] if "run_id" in state else _from_console(services, execution, state, sent_at)
+    except (InvalidSpec, InvalidName) as error:
+        services.executions.fail(token, type(error).__name__, str(error))
+        return
+    services.runs.put_token(run_id, WaitingState("admit", token, execution))
+    run = services.runs.update(run_id, _queued)
+    if services.admissions.holds(run_id):
+        begin_planning(services, run_id)
+    elif run.is_final or run.verdict:
+        deliver(services, run)
+    else:
+        services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before)
+        grant_slots(services)
+
+
+def _queued(run: Run) -> Run:
+    """A new run enters the queue. One that is taken up again stays where it stands."""
+    return run.moved_to(RunStatus.QUEUED) if run.status == RunStatus.SUBMITTED and not run.verdict else run
+
+
+def _from_console(services: Services, execution: str, state: dict[str, Any], sent_at: datetime) -> str:
+    """The run that an execution started by hand asks for; its id follows from the execution, so it is made once."""
+    if "tenant" not in state or "spec" not in state:
+        raise InvalidSpec([Problem("input", 'the input is {"run_id": …} or {"tenant": …, "spec": {…}}')])
+    tenant = check_tenant(state["tenant"])
+    document = state["spec"]
+    document = {"tenant": tenant, **document} if isinstance(document, dict) else document
+    spec = check_spec(services, tenant, parse_spec(document))
+    run_id = new_run_id(tenant, spec.name, sent_at, "execution", execution)
+    if services.runs.create(new_run(run_id, spec, datetime.now(UTC), execution=execution)):
+        services.runs.note(run_id, "submitted", f"started from the console as execution {execution}")
+    return run_id

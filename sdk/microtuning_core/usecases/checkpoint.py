@@ -1,0 +1,76 @@
+"""Checkpoint sync: what the mirror brought to S3 is verified, registered, and pruned; progress keeps the run alive."""
+
+from __future__ import annotations
+
+from microtuning_core.domain.errors import MicrotuningError, NotYetWhole
+from microtuning_core.domain.layout import CheckpointKey, progress_key, step_prefix
+from microtuning_core.domain.manifest import MANIFEST_NAME, CheckpointManifest
+from microtuning_core.domain.progress import Progress
+from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics
+from microtuning_core.domain.settle import register_checkpoint
+from microtuning_core.usecases.services import Services
+
+
+def register(services: Services, key: CheckpointKey) -> None:
+    """Registers the checkpoint once every file of its manifest is there with its size; NotYetWhole until then."""
+    step = key.step if key.step is not None else -1
+    prefix = step_prefix(key.run_id, key.lineage, step)
+    body = services.objects.read(prefix + MANIFEST_NAME)
+    if body is None:
+        return  # pruned meanwhile
+    manifest = CheckpointManifest.model_validate_json(body)
+    if (manifest.run_id, manifest.lineage, manifest.step) != (key.run_id, key.lineage, step):
+        raise MicrotuningError(f"The manifest at {prefix} speaks of another checkpoint.", next_step="It was ignored.")
+    sizes = {each.key: each.bytes for each in services.objects.list(prefix)}
+    if any(sizes.get(prefix + file.path) != file.bytes for file in manifest.files):
+        raise NotYetWhole(f"checkpoint {prefix}")
+    services.runs.put_checkpoint(manifest)
+    run = services.runs.update(key.run_id, lambda run: register_checkpoint(run, key.lineage, step))
+    prune(services, run)
+
+
+def prune(services: Services, run: Run) -> None:
+    """Keeps the newest `checkpoint.keep` of the current lineage, and never touches what the run is at or came from."""
+    registered = [each for each in services.runs.checkpoints(run.run_id) if each.lineage == run.lineage]
+    in_use = {run.last_checkpoint.step} if run.last_checkpoint else set()
+    for old in registered[: -run.spec.checkpoint.keep]:
+        if old.step in in_use:
+            continue
+        prefix = step_prefix(run.run_id, old.lineage, old.step)
+        # The manifest first: what is half deleted must not look whole.
+        services.objects.delete([prefix + MANIFEST_NAME])
+        services.objects.delete([each.key for each in services.objects.list(prefix)])
+        services.runs.delete_checkpoint(run.run_id, old.lineage, old.step)
+
+
+def hear_progress(services: Services, key: CheckpointKey) -> None:
+    """The sign of life: step, metrics and restarts of the current attempt, as progress.json has them."""
+    document = services.objects.read(progress_key(key.run_id, key.lineage))
+    if document is not None:
+        progress = Progress.model_validate_json(document)
+        services.runs.update(key.run_id, lambda run: with_progress(run, progress))
+
+
+def with_progress(run: Run, progress: Progress) -> Run:
+    """News of an older attempt or an older moment change nothing."""
+    current = run.current
+    stale = run.liveness is not None and progress.at <= run.liveness.at
+    if run.is_final or current is None or progress.attempt != current.attempt or stale:
+        return run
+    restarts = tuple(Recovery(**each.model_dump()) for each in progress.restarts)
+    known = {(each.cause, each.at) for each in restarts}
+    others = tuple(each for each in current.recoveries if (each.cause, each.at) not in known)
+    return run.with_current(recoveries=tuple(sorted((*others, *restarts), key=lambda each: each.at))).with_(
+        liveness=Liveness(
+            at=progress.at,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            longest_step_ms=progress.longest_step_ms,
+        ),
+        metrics=RunMetrics(
+            first=run.metrics.first or dict(progress.metrics.first),
+            last=dict(progress.metrics.last),
+            eval_before=dict(progress.metrics.eval_before),
+            eval_after=dict(progress.metrics.eval_after),
+        ),
+    )

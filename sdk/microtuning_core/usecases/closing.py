@@ -1,0 +1,46 @@
+"""Close run: the last word of the state machine. It also hears of the failures that no rule of ours saw coming."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from microtuning_core.domain.errors import InvalidName
+from microtuning_core.domain.names import parse_execution_name
+from microtuning_core.usecases.services import Services
+from microtuning_core.usecases.settle import close
+
+
+def close_run(services: Services, state: dict[str, Any], execution: str) -> dict[str, str]:
+    """Ends the run of this execution and says how: `{"run_id", "outcome", "reason"}`.
+
+    Args:
+        state: the machine's state, with `error` {"Error", "Cause"} when a Task failed.
+    """
+    error = error_text(state.get("error"))
+    run_id = state.get("run_id") or _run_of(services, execution)
+    if run_id is None:  # a spec from the console that was refused never became a run
+        return {"run_id": "", "outcome": "failed", "reason": error or "no run was started"}
+    run = close(services, run_id, error)
+    return {"run_id": run_id, "outcome": str(run.status), "reason": run.reason or ""}
+
+
+def _run_of(services: Services, execution: str) -> str | None:
+    try:
+        run_id, _ = parse_execution_name(execution)
+    except InvalidName:
+        return None
+    return run_id if services.runs.find(run_id) else None
+
+
+def error_text(error: dict[str, Any] | None) -> str | None:
+    """One sentence from a Task's Error and Cause; a Lambda's Cause is JSON with the exception's message in it."""
+    if not error:
+        return None
+    cause = error.get("Cause") or ""
+    try:
+        details = json.loads(cause)
+        message = details.get("errorMessage", cause) if isinstance(details, dict) else cause
+    except json.JSONDecodeError:
+        message = cause
+    return str(message or error.get("Error") or "a state failed without saying why")

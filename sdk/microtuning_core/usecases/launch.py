@@ -1,0 +1,142 @@
+"""The Train state asks for its job. Level-triggered: whatever happened before, the answer is what is true now."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from microtuning_core.aws.training_jobs import Refused
+from microtuning_core.domain.errors import LaunchRefused
+from microtuning_core.domain.failures import FailureClass
+from microtuning_core.domain.layout import S3Uri, checkpoints_prefix, config_prefix, output_prefix, step_prefix
+from microtuning_core.domain.run import Attempt, Run
+from microtuning_core.domain.settle import WaitingState
+from microtuning_core.domain.spec import RunSpec
+from microtuning_core.usecases.services import Services, StageSettings
+from microtuning_core.usecases.settle import deliver, settle
+
+CHECKPOINT_PATH = "/opt/ml/checkpoints"
+_VOLUME_GIB = 50
+
+
+def launch(services: Services, token: str, execution: str, run_id: str, attempt: int) -> None:
+    """Stores the token, makes the job if this attempt still wants one, then settles, in case it has ended already."""
+    run = services.runs.get(run_id)
+    current = run.current
+    if current and attempt < current.attempt:
+        return  # an old message, delivered again; the state that sent it was answered long ago
+    services.runs.put_token(run_id, WaitingState("train", token, execution, attempt))
+    wanted = current and not current.is_settled and not run.verdict and not run.stop_requested
+    if not current or not wanted:
+        deliver(services, settle(services, run_id))
+        return
+    try:
+        services.jobs.create(job_request(services.settings, run, current))
+    except Refused as error:
+        if error.failure.failure_class == FailureClass.THROTTLED:
+            raise LaunchRefused(error.failure.failure_class, error.failure.message) from error
+        settle(services, run_id, refusal=error.failure)
+        return
+    _mark_launched(services, run_id, attempt)
+    settle(services, run_id)
+
+
+def _mark_launched(services: Services, run_id: str, number: int) -> None:
+    now = datetime.now(UTC)
+
+    def launched(run: Run) -> Run:
+        current = run.current
+        fresh = current is not None and current.attempt == number and current.launched_at is None
+        return run.with_current(launched_at=now) if fresh else run
+
+    current = services.runs.update(run_id, launched).current
+    if current and current.launched_at == now:
+        services.runs.note(
+            run_id, "launched", current.job_name, attempt=number, instance_type=current.plan.instance_type
+        )
+
+
+def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str, Any]:
+    """CreateTrainingJob for one attempt. Only fields that differ from the service's defaults."""
+    plan, bucket = attempt.plan, settings.names.bucket
+    request: dict[str, Any] = {
+        "TrainingJobName": attempt.job_name,
+        "AlgorithmSpecification": {"TrainingImage": settings.training_image_uri, "TrainingInputMode": "File"},
+        "RoleArn": settings.names.job_role_arn,
+        "InputDataConfig": [_channel(name, uri) for name, uri in channels(run, attempt, bucket)],
+        "OutputDataConfig": {"S3OutputPath": f"s3://{bucket}/{output_prefix(run.run_id)}"},
+        "ResourceConfig": {
+            "InstanceType": plan.instance_type,
+            "InstanceCount": plan.count,
+            "VolumeSizeInGB": _VOLUME_GIB,
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": plan.max_runtime_s},
+        "EnableManagedSpotTraining": plan.spot,
+        "CheckpointConfig": {
+            "S3Uri": f"s3://{bucket}/{checkpoints_prefix(run.run_id, attempt.lineage)}",
+            "LocalPath": CHECKPOINT_PATH,
+        },
+        "Environment": {
+            **run.spec.environment_variables,
+            "MICROTUNING_RUN_ID": run.run_id,
+            "MICROTUNING_ATTEMPT": str(attempt.attempt),
+        },
+        "HyperParameters": plain_hyperparameters(run.spec),
+        "Tags": [
+            {"Key": "microtuning:stage", "Value": settings.names.stage},
+            {"Key": "microtuning:tenant", "Value": run.tenant},
+            {"Key": "microtuning:run", "Value": run.run_id},
+        ],
+    }
+    if plan.spot:  # without spot the field is an error; both limits together bound all interruptions of the job
+        request["StoppingCondition"]["MaxWaitTimeInSeconds"] = plan.max_runtime_s + run.spec.compute.deadline_s
+    if settings.kms_key_arn:
+        request["OutputDataConfig"]["KmsKeyId"] = settings.kms_key_arn
+    if run.spec.compute.network_isolation:
+        request["EnableNetworkIsolation"] = True
+    return request
+
+
+def plain_hyperparameters(spec: RunSpec) -> dict[str, str]:
+    """A script's settings as SageMaker shows them, where they fit; the exact ones always travel by file.
+
+    The service takes 100 keys of 256 characters and values of 2,500.
+    """
+    given = spec.algorithm.hyperparameters if spec.algorithm.type == "script" else {}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in given.items()
+    }
+    fitting = {key: value for key, value in texts.items() if len(key) <= 256 and 0 < len(value) <= 2500}
+    return dict(list(fitting.items())[:100])
+
+
+def channels(run: Run, attempt: Attempt, bucket: str) -> list[tuple[str, S3Uri]]:
+    """`(channel, uri)` of everything the job reads."""
+    spec = run.spec
+    uris: dict[str, str | None] = {
+        "config": f"s3://{bucket}/{config_prefix(run.run_id, attempt.attempt)}",
+        "train": spec.data.train,
+        "eval": spec.data.eval,
+        "code": spec.code.uri if spec.code else None,
+        "warm": spec.algorithm.warm_start.data if spec.algorithm.type == "grpo" and spec.algorithm.warm_start else None,
+        "model": spec.model.base if (spec.model.base or "").startswith("s3://") else None,
+        "resume": _resume_uri(run, bucket),
+    }
+    return [(name, _split(uri)) for name, uri in uris.items() if uri]
+
+
+def _resume_uri(run: Run, bucket: str) -> str | None:
+    """Where a later lineage starts; it counts only while the lineage has no whole checkpoint of its own."""
+    start = run.resume_from
+    return f"s3://{bucket}/{step_prefix(run.run_id, start.lineage, start.step)}" if start else None
+
+
+def _split(uri: str) -> S3Uri:
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return S3Uri(bucket, key)
+
+
+def _channel(name: str, uri: S3Uri) -> dict[str, Any]:
+    source = {"S3DataType": "S3Prefix", "S3Uri": str(uri), "S3DataDistributionType": "FullyReplicated"}
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}

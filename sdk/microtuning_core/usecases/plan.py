@@ -1,0 +1,133 @@
+"""The next attempt of a run: which machine, and the configuration that its job will read."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from microtuning_core.domain.cost import amount_usd
+from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem
+from microtuning_core.domain.failures import FailureClass
+from microtuning_core.domain.layout import config_prefix
+from microtuning_core.domain.names import job_name
+from microtuning_core.domain.planning import (
+    TINY_DECODER,
+    ModelShape,
+    Plan,
+    PlanRequest,
+    choose_plan,
+    steps_between_checkpoints,
+)
+from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
+from microtuning_core.domain.settle import fail_run, history
+from microtuning_core.domain.shapes import shape_from_config, shape_from_name
+from microtuning_core.domain.spec import RunSpec, dump_spec
+from microtuning_core.usecases.services import Services
+
+_PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
+
+
+def plan_attempt(services: Services, run_id: str) -> Run:
+    """A new attempt where one is due; otherwise the run as it stands, whose state Train then reports.
+
+    Its files are written first, under the attempt's own number: written twice they are the same files.
+    """
+    run = services.runs.get(run_id)
+    if run.verdict or run.status not in _PLANS_NOW:
+        return run
+    try:
+        plan = choose_plan(plan_request(services, run.spec, spent_usd=_spent_usd(run)), history(run))
+    except (NothingFits, BudgetExceeded, InvalidSpec) as error:
+        reason = str(error)
+        return services.runs.update(run_id, lambda run: fail_run(run, reason, FailureClass.USER))
+    attempt = new_attempt(services.names.stage, run, plan, datetime.now(UTC))
+    _write_config(services, run, attempt)
+    planned = services.runs.put(run.moved_to(RunStatus.TRAINING, attempts=(*run.attempts, attempt), reason=None))
+    services.runs.note(
+        run_id,
+        "planned",
+        "; ".join(plan.notices),
+        attempt=attempt.attempt,
+        instance_type=plan.instance_type,
+        spot=plan.spot,
+    )
+    return planned
+
+
+def new_attempt(stage: str, run: Run, plan: Plan, now: datetime) -> Attempt:
+    number = len(run.attempts) + 1
+    return Attempt(
+        attempt=number,
+        job_name=job_name(stage, run.run_id, number),
+        lineage=run.lineage,
+        plan=AttemptPlan(**plan.model_dump(exclude={"notices"})),
+        created_at=now,
+    )
+
+
+def _write_config(services: Services, run: Run, attempt: Attempt) -> None:
+    """spec.json, plan.json and hyperparameters.json: many and long values go by file, whatever the API's limits."""
+    prefix = config_prefix(run.run_id, attempt.attempt)
+    script = run.spec.algorithm if run.spec.algorithm.type == "script" else None
+    services.objects.put(f"{prefix}spec.json", dump_spec(run.spec).encode())
+    services.objects.put_json(f"{prefix}plan.json", plan_document(run, attempt))
+    services.objects.put_json(f"{prefix}hyperparameters.json", script.hyperparameters if script else {})
+
+
+def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
+    plan = json.loads(attempt.plan.model_dump_json())
+    identity = {"schema_version": 1, "run_id": run.run_id, "attempt": attempt.attempt, "lineage": attempt.lineage}
+    return identity | plan
+
+
+def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
+    """What planning needs of a spec. InvalidSpec when the model's size cannot be told and no type is named."""
+    algorithm, compute, model = spec.algorithm, spec.compute, spec.model
+    trained = algorithm if algorithm.type != "script" else None
+    total_steps = trained.max_train_steps if trained else None
+    return PlanRequest(
+        model=_shape(services, spec),
+        adapter=model.effective_adapter if trained else "none",
+        rank=model.rank,
+        dtype=model.dtype,
+        max_length=trained.max_length if trained else 1024,
+        batch_size=trained.batch_size if trained else None,
+        instance=compute.instance,
+        fallbacks=compute.fallbacks,
+        count=compute.count,
+        spot=compute.spot,
+        recovery=compute.recovery,
+        max_runtime_s=compute.max_runtime_s,
+        budget_usd=spec.budget_usd,
+        spent_usd=spent_usd,
+        total_steps=total_steps,
+        checkpoint_every_steps=steps_between_checkpoints(spec.checkpoint.every_steps, total_steps)[0],
+    )
+
+
+def _shape(services: Services, spec: RunSpec) -> ModelShape | None:
+    """The model's shape: of the preset, from config.json of an own prefix, or from the size in a hub id's name."""
+    base = spec.model.base
+    if base is None:
+        return TINY_DECODER
+    shape = None
+    if base.startswith("s3://"):
+        key = base.removeprefix(f"s3://{services.names.bucket}/").rstrip("/")
+        config = services.objects.read_json(f"{key}/config.json")
+        shape = shape_from_config(config) if config else None
+    else:
+        shape = shape_from_name(base)
+    if shape is None and spec.algorithm.type != "script" and spec.compute.instance == "auto":
+        message = f"the size of {base} cannot be told from its name or config.json; name a type that holds it"
+        raise InvalidSpec([Problem("compute.instance", message)])
+    return shape
+
+
+def _spent_usd(run: Run) -> Decimal:
+    """What earlier attempts cost at most: billed seconds at the on-demand price."""
+    billed = [each for each in run.attempts if each.billed_s]
+    return sum(
+        (amount_usd(each.billed_s or 0, each.plan.count, each.plan.price_usd_per_hour) for each in billed), Decimal(0)
+    )

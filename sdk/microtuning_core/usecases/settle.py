@@ -1,0 +1,173 @@
+"""Looks at a run again: what is true, what `decide` makes of it, one write, then the actions and the waiting token.
+
+Every handler that a fact reaches ends here, so every race collapses into deciding again.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from microtuning_core.domain.command import Command
+from microtuning_core.domain.errors import StaleRevision
+from microtuning_core.domain.failures import Failure
+from microtuning_core.domain.layout import checkpoints_prefix
+from microtuning_core.domain.manifest import MANIFEST_NAME, newest, step_of_folder
+from microtuning_core.domain.run import Attempt, Run, RunStatus
+from microtuning_core.domain.settle import (
+    CloseRun,
+    Facts,
+    ReleaseSlot,
+    SettleAction,
+    StartExecution,
+    StopJob,
+    answer,
+    closed,
+    decide,
+)
+from microtuning_core.usecases.services import Services
+
+_TRIES = 8
+
+
+def settle(
+    services: Services,
+    run_id: str,
+    *,
+    command: Command | None = None,
+    refusal: Failure | None = None,
+    ask_execution: bool = False,
+) -> Run:
+    """Brings the run to where the facts say it is. StaleRevision only when others kept writing all the time."""
+    for _ in range(_TRIES):
+        run = services.runs.get(run_id)
+        facts = gather(services, run, command=command, refusal=refusal, ask_execution=ask_execution)
+        decision = decide(run, facts)
+        try:
+            settled = services.runs.put(decision.run, facts.now) if decision.run != run else run
+        except StaleRevision:
+            continue
+        _tell(services, run, settled)
+        for action in decision.actions:
+            perform(services, settled, action)
+        deliver(services, settled)
+        return settled
+    raise StaleRevision(run_id, run.revision)
+
+
+def gather(
+    services: Services,
+    run: Run,
+    *,
+    command: Command | None = None,
+    refusal: Failure | None = None,
+    ask_execution: bool = False,
+) -> Facts:
+    """What is true of the run now; the job is asked for while its attempt is not settled, or to stop a leftover."""
+    attempt = run.current
+    wanted = attempt is not None and refusal is None and (not attempt.is_settled or run.verdict is not None)
+    job = services.jobs.describe(attempt.job_name) if attempt and wanted else None
+    training = job is not None and job.secondary == "Training" and ask_execution
+    ends = refusal is not None or (job is not None and job.is_terminal)
+    return Facts(
+        now=datetime.now(UTC),
+        job=job,
+        job_is_missing=wanted and job is None,
+        refusal=refusal,
+        command=command,
+        execution=services.executions.status(run.execution) if ask_execution else None,
+        newest_step=newest_whole_step(services, run) if ends else None,
+        last_sign_at=services.logs.last_line_at(attempt.job_name) if attempt and training else None,
+    )
+
+
+def newest_whole_step(services: Services, run: Run, lineage: int | None = None) -> int | None:
+    """The highest step of the lineage whose manifest lies in S3, by number and never by name."""
+    prefix = checkpoints_prefix(run.run_id, lineage or run.lineage)
+    folders = [key.key.removeprefix(prefix).split("/") for key in services.objects.list(prefix)]
+    steps = [step_of_folder(parts[0]) for parts in folders if parts[1:] == [MANIFEST_NAME]]
+    return newest(step for step in steps if step is not None)
+
+
+def _tell(services: Services, before: Run, run: Run) -> None:
+    """What a person should be able to read later: an attempt's end, and a change of where the run stands."""
+    attempt = run.current
+    if attempt and attempt.is_settled and not _was_settled(before, attempt):
+        message = attempt.failure.message if attempt.failure else attempt.outcome or ""
+        failure_class = attempt.failure.failure_class if attempt.failure else None
+        services.runs.note(
+            run.run_id,
+            "attempt_ended",
+            message,
+            attempt=attempt.attempt,
+            outcome=attempt.outcome,
+            failure_class=failure_class,
+        )
+    if (before.status, before.verdict) != (run.status, run.verdict):
+        services.runs.note(run.run_id, "status", run.reason or "", status=run.status, verdict=run.verdict)
+
+
+def _was_settled(before: Run, attempt: Attempt) -> bool:
+    return any(each.attempt == attempt.attempt and each.is_settled for each in before.attempts)
+
+
+def perform(services: Services, run: Run, action: SettleAction) -> None:
+    match action:
+        case StopJob(job_name):
+            services.jobs.stop(job_name)
+        case StartExecution():
+            services.executions.start(run.execution, {"run_id": run.run_id})
+        case CloseRun():
+            close(services, run.run_id)
+        case ReleaseSlot():
+            services.admissions.release(run.run_id)
+            grant_slots(services)
+
+
+def deliver(services: Services, run: Run) -> None:
+    """Tells the state that waits for this run what it waits for, once that is known."""
+    waiting = services.runs.token(run.run_id)
+    if waiting is None:
+        return
+    holds = waiting.state == "admit" and services.admissions.holds(run.run_id)
+    word = answer(run, waiting, holds_slot=holds)
+    if word is None:
+        return
+    if waiting.state == "admit" and word != "admitted":
+        services.executions.fail(waiting.token, f"Run{word.capitalize()}", run.reason or word)
+    else:
+        services.executions.succeed(waiting.token, {"run_id": run.run_id, "outcome": word})
+    services.runs.delete_token(run.run_id, waiting.token)
+
+
+def close(services: Services, run_id: str, error: str | None = None) -> Run:
+    """Writes the final status, frees the slot and lets the next run in. Closing twice changes nothing."""
+    was_final = services.runs.get(run_id).is_final
+    run = services.runs.update(run_id, lambda run: closed(run, datetime.now(UTC), error))
+    if not was_final:
+        services.runs.note(run_id, "ended", run.reason or "", status=run.status)
+    services.admissions.forget(run_id)
+    grant_slots(services)
+    attempt = run.current
+    if attempt and not attempt.is_settled:
+        settle(services, run_id)  # stops a job that nobody waits for any more
+    return run
+
+
+def grant_slots(services: Services) -> None:
+    """Gives every free slot to whom it belongs, and wakes those who got one."""
+    for run_id in services.admissions.grant(services.settings.limits, datetime.now(UTC)):
+        begin_planning(services, run_id)
+
+
+def begin_planning(services: Services, run_id: str) -> Run:
+    """A run that holds a slot goes on to be planned; one that ended meanwhile gives the slot back."""
+    run = services.runs.update(run_id, _planned)
+    if run.is_final:
+        services.admissions.forget(run_id)
+    deliver(services, run)
+    return run
+
+
+def _planned(run: Run) -> Run:
+    waits = run.status == RunStatus.QUEUED and run.verdict is None
+    return run.moved_to(RunStatus.PLANNING, reason=None, not_before=None) if waits else run

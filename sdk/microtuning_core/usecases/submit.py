@@ -1,0 +1,91 @@
+"""A spec becomes a run: checked, recorded, its execution started, its receipt written.
+
+Repeating any of it is safe: the run_id is a function of the upload, the record is created once, and the execution has the
+run's own name. A handler that was killed between two steps is simply run again.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from microtuning_core.domain.errors import InvalidSpec, MicrotuningError, Problem
+from microtuning_core.domain.layout import receipt_key, spec_key
+from microtuning_core.domain.names import execution_name, new_run_id
+from microtuning_core.domain.planning import choose_plan
+from microtuning_core.domain.run import Run, new_run
+from microtuning_core.domain.spec import RunSpec, foreign_locations, locations, parse_spec
+from microtuning_core.spec_files import read_spec_text
+from microtuning_core.usecases.data_checks import data_problems
+from microtuning_core.usecases.plan import plan_request
+from microtuning_core.usecases.services import Services
+
+
+def submit_upload(services: Services, tenant: str, file: str, etag: str, sequencer: str, at: datetime) -> str | None:
+    """The run that an uploaded spec asked for; None when it was refused, and then the receipt says why."""
+    key = spec_key(tenant, file)
+    body = services.objects.read(key)
+    if body is None:
+        raise MicrotuningError(f"The uploaded spec {key} is not there.", next_step="Upload it again.")
+    try:
+        spec = checked_spec(services, tenant, body, file)
+    except InvalidSpec as error:
+        _answer(services, tenant, file, {"etag": etag, "errors": [each.as_dict() for each in error.problems]})
+        return None
+    run_id = new_run_id(tenant, spec.name, at, services.names.bucket, key, etag, sequencer)
+    begin_run(services, new_run(run_id, spec, datetime.now(UTC)))
+    _answer(services, tenant, file, {"etag": etag, "run_id": run_id})
+    return run_id
+
+
+def _answer(services: Services, tenant: str, file: str, receipt: dict[str, Any]) -> None:
+    services.objects.put_json(receipt_key(tenant, file), receipt)
+
+
+def begin_run(services: Services, run: Run) -> None:
+    """Record, then execution: the other way round a run could start that nobody knows."""
+    if services.runs.create(run):
+        services.runs.note(run.run_id, "submitted", f"submitted as {run.name!r}")
+    services.executions.start(execution_name(run.run_id), {"run_id": run.run_id})
+
+
+def checked_spec(services: Services, tenant: str, body: bytes, file: str) -> RunSpec:
+    """The spec in an uploaded file, or InvalidSpec with every problem by field and line."""
+    document, lines = read_spec_text(body, file)
+    if isinstance(document, dict):
+        document = {"tenant": tenant, **document}
+    return check_spec(services, tenant, parse_spec(document, lines))
+
+
+def check_spec(services: Services, tenant: str, spec: RunSpec) -> RunSpec:
+    """What only the stage can judge: the tenant, that everything it reads lies in its prefix and is there, that it fits."""
+    problems = list(foreign_locations(spec, services.names.bucket))
+    if spec.tenant != tenant:
+        problems.insert(0, Problem("tenant", f"the spec says {spec.tenant!r} and was uploaded by {tenant!r}"))
+    problems = (
+        problems or _missing_objects(services, spec) or data_problems(services, spec) or _does_not_fit(services, spec)
+    )
+    if problems:
+        raise InvalidSpec(problems)
+    return spec
+
+
+def _missing_objects(services: Services, spec: RunSpec) -> list[Problem]:
+    problems = []
+    for field, uri in locations(spec):
+        key = uri.removeprefix(f"s3://{services.names.bucket}/")
+        if key.endswith("/"):
+            there = next(iter(services.objects.list(key)), None) is not None
+        else:
+            there = services.objects.bytes_of(key) is not None
+        if not there:
+            problems.append(Problem(field, f"there is nothing at {uri}"))
+    return problems
+
+
+def _does_not_fit(services: Services, spec: RunSpec) -> list[Problem]:
+    try:
+        choose_plan(plan_request(services, spec), [])
+    except MicrotuningError as error:
+        return [Problem("compute", f"{error.message} {error.next_step}".strip())]
+    return []
