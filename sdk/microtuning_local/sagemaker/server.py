@@ -37,7 +37,7 @@ from microtuning_local.sagemaker.logs import GROUP
 from microtuning_local.sagemaker.machine import Account, JobRun
 from microtuning_local.sagemaker.pool import Pool
 from microtuning_local.sagemaker.process import MACHINE_VARIABLES
-from microtuning_local.sagemaker.roles import role_session
+from microtuning_local.sagemaker.roles import role_session, warm_models
 from microtuning_local.sagemaker.rules import Refusal
 
 if TYPE_CHECKING:
@@ -360,6 +360,7 @@ def start_background(service: Service, endpoint: Endpoint, left: list[Job]) -> N
         create_log_group(endpoint)
         service.fail_left_over(left)
         rules.input_shape("CreateTrainingJob")
+        warm_models(endpoint)
 
     threading.Thread(target=prepare, name="prepare", daemon=True).start()
     every_s = float(os.environ.get("MICROTUNING_LOCAL_RECLAIM_EVERY_S", "0"))
