@@ -50,7 +50,9 @@ def _submit_once(identity: dict[str, str], key: SpecKey, created: ObjectCreated,
         lambda_context=context,
     )
 
-    @idempotent_function(data_keyword_argument="upload", persistence_store=_persistence(), config=config)
+    @idempotent_function(  # type: ignore[untyped-decorator]  # powertools leaves it untyped
+        data_keyword_argument="upload", persistence_store=_persistence(), config=config
+    )
     def submit(*, upload: dict[str, str]) -> str | None:
         return submit_upload(services(), key.tenant, key.file, created.etag, created.sequencer, created.time)
 

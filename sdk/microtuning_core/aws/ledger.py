@@ -48,7 +48,7 @@ class LedgerStore:
         pages = self._dynamodb.get_paginator("query").paginate(
             TableName=self._table,
             KeyConditionExpression=condition,
-            ExpressionAttributeValues=values,  # type: ignore[arg-type]
+            ExpressionAttributeValues=values,
             ConsistentRead=True,
         )
         return [LedgerEntry.model_validate_json(item["record"]["S"]) for page in pages for item in page["Items"]]

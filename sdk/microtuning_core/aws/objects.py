@@ -58,7 +58,7 @@ class ObjectStore:
                 return None
             raise
 
-    def list(self, prefix: str) -> Iterator[Stored]:
+    def walk(self, prefix: str) -> Iterator[Stored]:
         """Everything under a prefix that ends in "/", so that run-1 is never also run-10."""
         if not prefix.endswith("/"):
             raise ValueError(f"the prefix {prefix!r} must end in '/'")

@@ -119,7 +119,7 @@ class RunStore:
         document = self._objects.read_json(run_record_key(run_id))
         return -1 if document is None else int(document["revision"])
 
-    def list(self, tenant: str, limit: int | None = None) -> Iterator[Run]:
+    def list_runs(self, tenant: str, limit: int | None = None) -> Iterator[Run]:
         """The tenant's runs, newest first."""
         pages = self._dynamodb.get_paginator("query").paginate(
             TableName=self._table,
@@ -188,7 +188,7 @@ class RunStore:
 
     def delete_checkpoint(self, run_id: str, lineage: int, step: int) -> None:
         key = {"pk": {"S": _pk(run_id)}, "sk": {"S": _checkpoint_sk(lineage, step)}}
-        self._dynamodb.delete_item(TableName=self._table, Key=key)  # type: ignore[arg-type]
+        self._dynamodb.delete_item(TableName=self._table, Key=key)
 
     def next_version(self, tenant: str, group: str) -> int:
         """Counts up the versions of a model group, from 1."""
@@ -207,7 +207,7 @@ class RunStore:
 
     def _item(self, run_id: str, sk: str) -> Item | None:
         key = {"pk": {"S": _pk(run_id)}, "sk": {"S": sk}}
-        answer = self._dynamodb.get_item(TableName=self._table, Key=key, ConsistentRead=True)  # type: ignore[arg-type]
+        answer = self._dynamodb.get_item(TableName=self._table, Key=key, ConsistentRead=True)
         return answer.get("Item")
 
     def _query(self, pk: str, sk_prefix: str) -> Iterator[Item]:
@@ -217,7 +217,7 @@ class RunStore:
         pages = self._dynamodb.get_paginator("query").paginate(
             TableName=self._table,
             KeyConditionExpression=condition,
-            ExpressionAttributeValues=values,  # type: ignore[arg-type]
+            ExpressionAttributeValues=values,
             ConsistentRead=True,
         )
         for page in pages:

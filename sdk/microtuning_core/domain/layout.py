@@ -52,6 +52,17 @@ def dataset_key(tenant: str, sha256: str, file: str) -> str:
     return f"{tenant_prefix(tenant)}datasets/{_plain_file(sha256)}/{_plain_file(file)}"
 
 
+def dataset_prefix(tenant: str, sha256: str) -> str:
+    return f"{tenant_prefix(tenant)}datasets/{_plain_file(sha256)}/"
+
+
+def file_key(prefix: str, path: str) -> str:
+    """The key of a file by its path below a prefix, which ends in "/"."""
+    if not prefix.endswith("/"):
+        raise InvalidName("prefix", prefix, "a key that ends in '/'")
+    return prefix + "/".join(_plain_file(part) for part in path.split("/"))
+
+
 def code_key(tenant: str, sha256: str) -> str:
     return f"{tenant_prefix(tenant)}code/{_plain_file(sha256)}/code.zip"
 

@@ -21,7 +21,7 @@ def register(services: Services, key: CheckpointKey) -> None:
     manifest = CheckpointManifest.model_validate_json(body)
     if (manifest.run_id, manifest.lineage, manifest.step) != (key.run_id, key.lineage, step):
         raise MicrotuningError(f"The manifest at {prefix} speaks of another checkpoint.", next_step="It was ignored.")
-    sizes = {each.key: each.bytes for each in services.objects.list(prefix)}
+    sizes = {each.key: each.bytes for each in services.objects.walk(prefix)}
     if any(sizes.get(prefix + file.path) != file.bytes for file in manifest.files):
         raise NotYetWhole(f"checkpoint {prefix}")
     services.runs.put_checkpoint(manifest)
@@ -39,7 +39,7 @@ def prune(services: Services, run: Run) -> None:
         prefix = step_prefix(run.run_id, old.lineage, old.step)
         # The manifest first: what is half deleted must not look whole.
         services.objects.delete([prefix + MANIFEST_NAME])
-        services.objects.delete([each.key for each in services.objects.list(prefix)])
+        services.objects.delete([each.key for each in services.objects.walk(prefix)])
         services.runs.delete_checkpoint(run.run_id, old.lineage, old.step)
 
 

@@ -36,7 +36,7 @@ def _rows(services: Services, uri: str) -> list[Row] | None:
     """All rows of the file or folder; None when it is too large to be read here."""
     key = uri.removeprefix(f"s3://{services.names.bucket}/")
     if key.endswith("/"):
-        stored = [each for each in services.objects.list(key) if is_data_file(each.key)]
+        stored = [each for each in services.objects.walk(key) if is_data_file(each.key)]
     else:
         stored_bytes = services.objects.bytes_of(key)
         return None if stored_bytes is None or stored_bytes > CHECKED_BYTES else _read(services, key)

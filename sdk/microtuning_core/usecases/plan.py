@@ -77,18 +77,23 @@ def _write_config(services: Services, run: Run, attempt: Attempt) -> None:
 
 
 def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
-    plan = json.loads(attempt.plan.model_dump_json())
+    plan: dict[str, Any] = json.loads(attempt.plan.model_dump_json())
     identity = {"schema_version": 1, "run_id": run.run_id, "attempt": attempt.attempt, "lineage": attempt.lineage}
     return identity | plan
 
 
 def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
     """What planning needs of a spec. InvalidSpec when the model's size cannot be told and no type is named."""
+    return request_for(spec, _shape(services, spec), spent_usd)
+
+
+def request_for(spec: RunSpec, shape: ModelShape | None, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
+    """The same from a shape that is known already (fit() reads it from a local folder)."""
     algorithm, compute, model = spec.algorithm, spec.compute, spec.model
     trained = algorithm if algorithm.type != "script" else None
     total_steps = trained.max_train_steps if trained else None
     return PlanRequest(
-        model=_shape(services, spec),
+        model=shape,
         adapter=model.effective_adapter if trained else "none",
         rank=model.rank,
         dtype=model.dtype,

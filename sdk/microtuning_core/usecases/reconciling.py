@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 
 from microtuning_core.domain.run import Run, RunStatus
 from microtuning_core.usecases.costing import record_cost
@@ -25,7 +26,7 @@ def reconcile(services: Services) -> list[str]:
     for tenant in services.admissions.tenants():
         for run_id in services.runs.open_run_ids(tenant):
             seen.append(run_id)
-            _collect(errors, run_id, lambda run_id=run_id: reconcile_run(services, run_id))
+            _collect(errors, run_id, partial(reconcile_run, services, run_id))
     _collect(errors, "slots", lambda: _reconcile_slots(services))
     if errors:
         raise ExceptionGroup("some runs could not be reconciled", errors)

@@ -83,7 +83,7 @@ def gather(
 def newest_whole_step(services: Services, run: Run, lineage: int | None = None) -> int | None:
     """The highest step of the lineage whose manifest lies in S3, by number and never by name."""
     prefix = checkpoints_prefix(run.run_id, lineage or run.lineage)
-    folders = [key.key.removeprefix(prefix).split("/") for key in services.objects.list(prefix)]
+    folders = [key.key.removeprefix(prefix).split("/") for key in services.objects.walk(prefix)]
     steps = [step_of_folder(parts[0]) for parts in folders if parts[1:] == [MANIFEST_NAME]]
     return newest(step for step in steps if step is not None)
 

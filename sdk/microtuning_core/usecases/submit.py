@@ -75,7 +75,7 @@ def _missing_objects(services: Services, spec: RunSpec) -> list[Problem]:
     for field, uri in locations(spec):
         key = uri.removeprefix(f"s3://{services.names.bucket}/")
         if key.endswith("/"):
-            there = next(iter(services.objects.list(key)), None) is not None
+            there = next(iter(services.objects.walk(key)), None) is not None
         else:
             there = services.objects.bytes_of(key) is not None
         if not there:

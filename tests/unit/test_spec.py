@@ -1,0 +1,146 @@
+"""The run spec: vetted defaults, unknown fields refused, every problem at once by field and line."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microtuning_core.domain.errors import InvalidSpec
+from microtuning_core.domain.spec import ALGORITHMS, RunSpec, foreign_locations, locations, parse_spec
+
+CASES = Path(__file__).parents[1] / "cases"
+DATA = "s3://bucket/tenants/default/datasets/x/train.jsonl"
+CODE = {"uri": "s3://bucket/tenants/default/code/x/code.zip", "sha256": "0" * 64}
+
+
+def a_document(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": "sort digits",
+        "model": {"arch": "Transformer"},
+        "algorithm": {"type": "grpo"},
+        "reward": {"entry": "rewards:exact"},
+        "data": {"train": DATA},
+        "code": CODE,
+    }
+    return document | changes
+
+
+def problems_of(document: Any, lines: dict[str, int] | None = None) -> dict[str, str]:
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(document, lines)
+    return {problem.field: problem.message for problem in raised.value.problems}
+
+
+def test_a_spec_of_six_lines_is_complete():
+    spec = parse_spec(a_document())
+    assert (spec.tenant, spec.seed, spec.checkpoint.keep, spec.model.effective_adapter) == ("default", 0, 2, "none")
+
+
+def test_a_base_model_trains_an_adapter_unless_told_otherwise():
+    assert parse_spec(a_document(model={"base": "Qwen/Qwen3-0.6B"})).model.effective_adapter == "lora"
+
+
+def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
+    document = a_document(
+        algorithm={"type": "grpo", "batch_size": 10, "group_size": 4, "lerning_rate": 1}, data={"train": "s3://b/../x"}
+    )
+    lines = {"": 1, "algorithm": 4, "algorithm.lerning_rate": 7, "data": 9, "data.train": 10}
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(document, lines)
+    found = {problem.field: problem.line for problem in raised.value.problems}
+    assert found == {"algorithm.lerning_rate": 7, "data.train": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"model": {}}, "model", "exactly one of arch"),
+        ({"model": {"arch": "Transformer", "base": "x"}}, "model", "exactly one of arch"),
+        ({"model": {"base": "/home/me/model"}}, "model", "fit\\(\\) uploads a local directory"),
+        ({"model": {"arch": "Transformer", "adapter": "qlora"}}, "model.adapter", "use lora"),
+        ({"algorithm": {"type": "grpo", "batch_size": 10, "group_size": 4}}, "algorithm", "multiple of group_size"),
+        ({"algorithm": {"type": "magic"}}, "algorithm", "magic"),
+        ({"reward": None}, "reward", "needs a reward"),
+        ({"code": None}, "code", "needs the code"),
+        ({"environment": {"max_steps": 3}}, "environment.max_steps", "one turn"),
+        ({"compute": {"instance": "ml.g5.tiny"}}, "compute", "not in the catalog"),
+        ({"compute": {"count": 2}}, "compute.count", "less than or equal to 1"),
+        ({"name": "  "}, "name", "run name"),
+        ({"tenant": "Acme"}, "tenant", "tenant"),
+        ({"budget_usd": "0"}, "budget_usd", "greater than 0"),
+        ({"colour": "red"}, "colour", "not permitted"),
+    ],
+)
+def test_a_request_that_can_never_work_names_its_field(changes, field, says):
+    import re
+
+    found = problems_of(a_document(**changes))
+    assert list(found) == [field]
+    assert re.search(says, found[field])
+
+
+def test_a_document_that_is_no_mapping_is_refused():
+    assert problems_of(["name"]) == {"spec": "a spec is a mapping of fields to values"}
+
+
+def test_what_the_service_will_not_take_as_environment_is_refused_by_name_and_secrets_stay_unprinted():
+    variables = json.loads((CASES / "c49_env.json").read_text())
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(a_document(environment_variables=variables))
+    fields = {problem.field for problem in raised.value.problems}
+    assert fields == {f"environment_variables.{name}" for name in ("TOO_LONG", "bad-name", "HF_TOKEN")}
+    assert variables["HF_TOKEN"] not in str(raised.value)
+
+
+def test_more_than_a_hundred_environment_variables_are_refused():
+    found = problems_of(a_document(environment_variables={f"V{i}": "x" for i in range(101)}))
+    assert found == {"environment_variables": "at most 100 are possible"}
+
+
+def test_long_and_many_hyperparameters_are_accepted_and_keep_their_types():
+    settings = json.loads((CASES / "c49_hparams.json").read_text()) | {f"k{i}": i for i in range(101)}
+    algorithm = {"type": "script", "entry": "train.py", "hyperparameters": settings}
+    spec = parse_spec(a_document(algorithm=algorithm, reward=None))
+    assert json.loads(spec.model_dump_json())["algorithm"]["hyperparameters"] == settings
+
+
+def test_the_json_of_a_spec_reads_back_as_the_same_spec_with_the_same_hash():
+    spec = parse_spec(a_document(budget_usd="1.50", algorithm={"type": "sft"}, reward=None))
+    again = parse_spec(json.loads(spec.model_dump_json()))
+    assert again == spec and again.sha256 == spec.sha256 and again.budget_usd == Decimal("1.50")
+
+
+@given(st.sampled_from(["x", "y"]), st.integers(0, 100))
+def test_specs_that_differ_have_different_hashes(name, seed):
+    spec, other = parse_spec(a_document(name=name, seed=seed)), parse_spec(a_document(name=name, seed=seed + 1))
+    assert spec.sha256 != other.sha256
+
+
+def test_data_outside_the_own_prefix_is_named_field_by_field():
+    warm = {"data": "s3://bucket/tenants/other/x.jsonl", "steps": 1}
+    spec = parse_spec(
+        a_document(algorithm={"type": "grpo", "warm_start": warm}, data={"train": DATA, "eval": "s3://mine/e"})
+    )
+    assert [problem.field for problem in foreign_locations(spec, "bucket")] == [
+        "data.eval",
+        "algorithm.warm_start.data",
+    ]
+    assert [field for field, _ in locations(spec)] == [
+        "data.train",
+        "data.eval",
+        "code.uri",
+        "algorithm.warm_start.data",
+    ]
+
+
+def test_the_algorithms_listed_are_the_members_of_the_union():
+    tags = {
+        member["properties"]["type"]["const"]
+        for name, member in RunSpec.model_json_schema()["$defs"].items()
+        if name.endswith("Settings")
+    }
+    assert tags == set(ALGORITHMS)
