@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import boto3
@@ -16,15 +17,18 @@ class Environment(BaseModel):
     """The variables that infrastructure/functions.py sets; a test compares the two."""
 
     stage: str = Field(alias="MICROTUNING_STAGE")
-    account: str = Field(alias="MICROTUNING_ACCOUNT")
-    region: str = Field(alias="AWS_REGION")
+    state_machine_arn: str = Field(
+        alias="STATE_MACHINE_ARN", pattern=r"^arn:aws[\w-]*:states:[^:]+:\d{12}:stateMachine:.+$"
+    )
     training_image_uri: str = Field(alias="TRAINING_IMAGE_URI")
     max_running_runs: int = Field(alias="MAX_RUNNING_RUNS", ge=1)
     kms_key_arn: str | None = Field(None, alias="KMS_KEY_ARN")
 
     @property
     def names(self) -> StackNames:
-        return StackNames(self.stage, self.account, self.region)
+        """Account and region are the machine's own: every other name follows from them and the stage."""
+        _, _, _, region, account, *_ = self.state_machine_arn.split(":")
+        return StackNames(self.stage, account, region)
 
     @property
     def settings(self) -> StageSettings:
@@ -33,8 +37,6 @@ class Environment(BaseModel):
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    import os
-
     return Environment.model_validate(dict(os.environ))
 
 

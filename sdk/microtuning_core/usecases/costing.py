@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from microtuning_core.domain.cost import LedgerEntry, compute_entries, total
+from microtuning_core.domain.cost import AttemptRef, LedgerEntry, billed_seconds, compute_entries, price_of, total
 from microtuning_core.domain.names import parse_job_name
 from microtuning_core.domain.run import Run
 from microtuning_core.usecases.services import Services
@@ -18,9 +18,10 @@ def record_cost(services: Services, job_name: str) -> None:
     attempt = next((each for each in run.attempts if each.attempt == name.attempt), None) if run else None
     if run is None or job is None or attempt is None:
         return
-    for entry in compute_entries(job, run.run_id, name.attempt, datetime.now(UTC), attempt.plan.price_usd_per_hour):
+    ref = AttemptRef(run.tenant, run.run_id, name.attempt)
+    for entry in compute_entries(ref, job, price_of(attempt.plan.instance_type), datetime.now(UTC)):
         services.ledger.put(entry)
-    _total_up(services, run.run_id, name.attempt, "final" if job.is_terminal else "estimate")
+    _total_up(services, run.run_id, name.attempt, billed_seconds(job, datetime.now(UTC))[1])
 
 
 def run_entries(services: Services, run: Run) -> list[LedgerEntry]:
