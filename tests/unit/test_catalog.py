@@ -8,6 +8,7 @@ from pathlib import Path
 
 import botocore.loaders
 import pytest
+
 from microtuning_core.domain.catalog import CATALOG, find, instances_page
 from microtuning_core.domain.errors import InvalidName
 

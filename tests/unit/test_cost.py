@@ -145,6 +145,13 @@ def test_an_estimate_over_two_days_is_replaced_on_both_even_if_spot_billed_almos
     assert total([*estimate, *entries_of(facts)]) == Decimal("0.001")
 
 
+def test_an_estimate_of_a_day_after_the_end_that_was_billed_counts_for_nothing():
+    late = job(status="InProgress", ended_at=None, billed_s=None)
+    overrun = compute_entries(REF, late, price(), NOON + timedelta(hours=13))
+    assert [entry.day.day for entry in overrun] == [2, 3]
+    assert total([*overrun, *entries_of(job())]) == Decimal("1.0")
+
+
 def test_an_ended_job_without_billed_seconds_is_estimated_by_its_times():
     [entry] = entries_of(job(billed_s=None))
     assert (entry.billed_s, entry.state) == (1000, "estimate")

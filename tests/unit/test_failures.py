@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from microtuning_core.domain.failures import (
     ACTIONS,
     Action,

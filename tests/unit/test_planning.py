@@ -7,6 +7,7 @@ from decimal import Decimal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from microtuning_core.domain.catalog import find
 from microtuning_core.domain.errors import BudgetExceeded, InvalidName, NothingFits
 from microtuning_core.domain.failures import AttemptSummary, FailureClass
