@@ -34,7 +34,7 @@ DEFAULT_TENANT = "default"
 
 
 class Stage:
-    """One deployment. `session` is a boto3 session whose clients reach this stage, whatever the shell's settings are."""
+    """One deployment. Clients of `session`, a boto3 session, reach this stage whatever the shell's settings are."""
 
     def __init__(self, names: StackNames, session: boto3.Session) -> None:
         self.names = names
@@ -124,7 +124,7 @@ class _LocalSession(boto3.Session):
         super().__init__(**settings)
         self._environment = environment
 
-    def client(self, service_name: Any, *args: Any, **settings: Any) -> Any:  # type: ignore[override]
+    def client(self, service_name: Any, *args: Any, **settings: Any) -> Any:
         own = f"AWS_ENDPOINT_URL_{service_name.upper()}"
         settings.setdefault("endpoint_url", self._environment.get(own) or self._environment["AWS_ENDPOINT_URL"])
         # No proxy of the user's shell stands between a program and 127.0.0.1.
