@@ -1,7 +1,8 @@
 """The folder that becomes one function's zip: its handler, what handlers share, microtuning_core and PyYAML.
 
-A folder holds nothing that its function does not import: no other handler, no caches, no times. So its hash moves only when
-one of these files does, and changing one handler redeploys one function. Powertools and pydantic come with AWS's layer.
+A folder holds nothing that its function does not import: no other handler, no caches, no times. So its hash moves only
+when one of these files does, and changing one handler redeploys one function. Powertools and pydantic come with AWS's
+layer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FUNCTIONS: every Lambda function, one row each; the row says what wakes it and what it may do.
 
-To add one: functions/<name>.py, a row here, and either a queue (queues.py) or a placeholder ${<name>_arn} in the state machine.
+To add one: functions/<name>.py, a row here, and a queue (queues.py) or a placeholder ${<name>_arn} in the state machine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from infrastructure.parameters import Parameters
     from infrastructure.queues import Queues
 
-# AWS's public layer: Powertools 3 with pydantic. Version 37 is the one its install page names (docs/getting-started/install.md
-# of aws-powertools/powertools-lambda-python at 05d7b181, read 2026-11-30).
+# AWS's public layer: Powertools 3 with pydantic. Version 37 is the one that its install page names
+# (docs/getting-started/install.md of aws-powertools/powertools-lambda-python at 05d7b181, read 2026-11-30).
 POWERTOOLS_LAYER_VERSION = 37
 POWERTOOLS_LAYER_ARN = (
     "arn:aws:lambda:${AWS::Region}:017000801446:layer:AWSLambdaPowertoolsPythonV3-python312-arm64:"
@@ -62,40 +62,41 @@ class Function:
 
 # Reading and writing the record of a run, wherever it is decided.
 _RECORD = ("list-objects", "run-record", "runs")
-_SETTLE = (*_RECORD, "read-checkpoints", "tenants", "see-jobs", "stop-jobs", "send-task")
+# What the settle loop may find it has to do, whoever runs it.
+_SETTLE = (*_RECORD, "read-checkpoints", "read-training-logs", "tenants", "see-jobs", "stop-jobs", "send-task")
 _RESTART = ("start-execution", "see-execution")
-_SUBMIT = ("read-data",)
 
 FUNCTIONS = (
     Function(
         "on_spec_uploaded",
-        (*_RECORD, *_SUBMIT, *_RESTART, "read-specs", "write-receipts", "idempotency"),
+        (*_RECORD, *_RESTART, "read-what-specs-name", "write-receipts", "idempotency"),
         queues=("specs",),
         timeout_s=60,
     ),
-    Function("on_command", (*_RECORD, "read-commands", "tenants", "see-jobs", "stop-jobs", "send-task"), ("commands",)),
+    Function("on_command", (*_SETTLE, "read-commands"), queues=("commands",)),
     Function("on_training_event", (*_SETTLE, *_RESTART, "list-jobs"), queues=("training-events",)),
     Function("on_cost_event", (*_RECORD, "ledger", "see-jobs"), queues=("cost-events",)),
     Function("on_checkpoint", (*_RECORD, "read-checkpoints", "prune-checkpoints"), queues=("checkpoints",)),
     Function("on_execution_ended", (*_SETTLE, *_RESTART, "list-jobs"), queues=("execution-events",)),
-    Function("admit_run", (*_RECORD, *_SUBMIT, "tenants", "send-task"), queues=("admissions",), batch=1),
-    Function("plan_attempt", (*_RECORD, *_SUBMIT, "read-checkpoints", "read-models", "write-config")),
+    Function("admit_run", (*_RECORD, "read-what-specs-name", "tenants", "send-task"), queues=("admissions",), batch=1),
+    Function("plan_attempt", (*_RECORD, "read-what-specs-name", "write-config")),
     Function(
         "launch_training",
-        (*_RECORD, "tenants", "create-jobs", "see-jobs", "pass-job-role", "encrypt-volumes", "send-task"),
+        (*_SETTLE, "create-jobs", "pass-job-role", "encrypt-volumes"),
         queues=("launches",),
         batch=1,
     ),
-    Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "read-models", "write-models")),
-    Function("close_run", (*_RECORD, "tenants", "see-jobs", "stop-jobs", "send-task")),
+    Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "see-jobs", "write-models")),
+    Function("close_run", _SETTLE),
     Function("reconcile", (*_SETTLE, *_RESTART, "list-jobs", "ledger"), queues=("ticks",), timeout_s=60),
-    Function("on_dead_letter", (*_RECORD, "tenants", "send-task"), queues=DEAD_LETTER_QUEUES),
+    Function("on_dead_letter", (*_RECORD, "tenants", "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
 )
 COMMON_GRANTS = ("use-key", "trace")
 
 # The environment of every function. The state machine by its literal name: it names functions itself.
 ENVIRONMENT = {
     "MICROTUNING_STAGE": "${Stage}",
+    "MICROTUNING_ACCOUNT": "${AWS::AccountId}",
     "MICROTUNING_BUCKET": BUCKET,
     "RUNS_TABLE": f"{PREFIX}-runs",
     "LEDGER_TABLE": f"{PREFIX}-ledger",
@@ -186,4 +187,6 @@ def _only_on_aws(function: lambda_.Function, on_aws: cdk.CfnCondition) -> None:
     resource = cast("lambda_.CfnFunction", function.node.default_child)
     layers = cdk.Fn.condition_if(on_aws.logical_id, [sub(POWERTOOLS_LAYER_ARN)], cdk.Aws.NO_VALUE)
     resource.add_property_override("Layers", layers)
-    resource.add_property_override("TracingConfig.Mode", cdk.Fn.condition_if(on_aws.logical_id, "Active", "PassThrough"))
+    resource.add_property_override(
+        "TracingConfig.Mode", cdk.Fn.condition_if(on_aws.logical_id, "Active", "PassThrough")
+    )

@@ -1,7 +1,7 @@
 """GRANTS: what a role may be allowed, under the name by which a row of FUNCTIONS asks for it.
 
-A grant is one IAM statement: actions on literal resources. To let a handler do more, add a row here and its name in FUNCTIONS;
-the local cloud enforces these very statements, so a missing one fails on the laptop.
+A grant is one IAM statement: actions on literal resources. To let a handler do more, add a row here and its name in
+FUNCTIONS; the local cloud enforces these very statements, so a missing one fails on the laptop.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from infrastructure.names import (
     ON_AWS,
     PREFIX,
     TRAINING_JOBS_ARN,
+    TRAINING_LOGS_ARN,
     construct_id,
     objects_arn,
     queue_arn,
@@ -68,17 +69,16 @@ class Grant:
 GRANTS = {
     # Objects. IfExists: HEAD and GET carry no prefix, and only with ListBucket is a missing object 404 rather than 403.
     "list-objects": Grant(("s3:ListBucket",), (BUCKET_ARN,), {"StringLikeIfExists": {"s3:prefix": "tenants/*"}}),
-    "read-specs": Grant(_READ, objects_arn("specs/*")),
+    # The spec itself and the data, code and model it names: a spec may name anything of its tenant.
+    "read-what-specs-name": Grant(_READ, objects_arn("*")),
     "read-commands": Grant(_READ, objects_arn("commands/*")),
-    "read-data": Grant(_READ, objects_arn("datasets/*", "code/*")),
     "read-checkpoints": Grant(_READ, objects_arn("runs/*/checkpoints/*")),
     "read-output": Grant(_READ, objects_arn("runs/*/output/*")),
     "prune-checkpoints": Grant(("s3:DeleteObject",), objects_arn("runs/*/checkpoints/*")),
     "write-receipts": Grant(_WRITE, objects_arn("receipts/*")),
     "write-config": Grant(_WRITE, objects_arn("runs/*/config/*")),
     "run-record": Grant(_READ + _WRITE, objects_arn("runs/*/run.json")),
-    "read-models": Grant(_READ, objects_arn("models/*")),
-    "write-models": Grant(_WRITE, objects_arn("models/*")),
+    "write-models": Grant(_READ + _WRITE, objects_arn("models/*")),
     # Rows.
     "runs": Grant(_ROWS, (table_arn("runs"), table_arn("runs") + "/index/*")),
     "ledger": Grant(_ROWS, (table_arn("ledger"),)),
@@ -93,6 +93,7 @@ GRANTS = {
         emulator_has_no_resource=True,
     ),
     # Training jobs.
+    "read-training-logs": Grant(("logs:DescribeLogStreams",), (TRAINING_LOGS_ARN, f"{TRAINING_LOGS_ARN}:*")),
     "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
     "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
     "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name

@@ -1,7 +1,7 @@
 """Keep the synthesized template where the local cloud deploys it from: `python -m infrastructure.keep_template`.
 
-Hashes become names (functions/<name>.zip, a fixed image tag), so that only a change of infrastructure/ changes the file and
-the local cloud needs neither Node nor aws-cdk-lib. Buckets of assets stay as CDK names them.
+Hashes become names (functions/<name>.zip, a fixed image tag), so that only a change of infrastructure/ changes the file
+and the local cloud needs neither Node nor aws-cdk-lib. Buckets of assets stay as CDK names them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def with_names_for_hashes(template: dict[str, Any]) -> dict[str, Any]:
 def _function_of(handler: str) -> str:
     match = _HANDLER.fullmatch(handler)
     if not match:
-        raise ValueError(f"The handler {handler} is not functions.<name>.handler. Correct it in infrastructure/functions.py.")
+        raise ValueError(
+            f"The handler {handler} is not functions.<name>.handler. Correct it in infrastructure/functions.py."
+        )
     return match[1]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PREFIX = "microtuning-${Stage}"
 BUCKET = PREFIX + "-${AWS::AccountId}-${AWS::Region}"
+TRAINING_LOGS_ARN = "arn:${AWS::Partition}:logs:${AWS::Region}:${AWS::AccountId}:log-group:/aws/sagemaker/TrainingJobs"
 BUCKET_ARN = "arn:${AWS::Partition}:s3:::" + BUCKET
 JOB_ROLE = PREFIX + "-job"
 JOB_ROLE_ARN = "arn:${AWS::Partition}:iam::${AWS::AccountId}:role/" + JOB_ROLE

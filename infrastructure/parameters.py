@@ -20,7 +20,9 @@ class Parameters(Construct):
     def __init__(self, scope: Construct, *, stage: str, image_uri: str) -> None:
         super().__init__(scope, "Parameters")
         self._text("Stage", stage, "Part of every name; 2 to 6 characters.", allowed_pattern="^[a-z][a-z0-9]{1,5}$")
-        self._text("SageMakerEventSource", "aws.sagemaker", "The source of training job events on the default event bus.")
+        self._text(
+            "SageMakerEventSource", "aws.sagemaker", "The source of training job events on the default event bus."
+        )
         on_aws = self._text("OnAws", "true", "false only on an emulator.", allowed_values=["true", "false"])
         self.image_uri = self._text(
             "TrainingImageUri", image_uri, "The training image; empty takes the one built from this repository."
@@ -36,9 +38,7 @@ class Parameters(Construct):
         self.on_aws.override_logical_id(ON_AWS)
 
     def _text(self, name: str, default: str, description: str, **rules: Any) -> cdk.CfnParameter:
-        parameter = cdk.CfnParameter(
-            self, name, type="String", default=default, description=description, **rules
-        )
+        parameter = cdk.CfnParameter(self, name, type="String", default=default, description=description, **rules)
         parameter.override_logical_id(name)
         return parameter
 

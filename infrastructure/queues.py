@@ -1,6 +1,7 @@
 """The queues at the edges: every handler that something wakes reads from one, and each has its dead-letter queue.
 
-To add one: a name in QUEUES, then a row in RULES (or a state of the machine) that fills it and one in FUNCTIONS that reads it.
+To add one: a name in QUEUES, then a row in RULES (or a state of the machine) that fills it and one in FUNCTIONS that
+reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RULES: which events of the default bus go to which queue.
 
-A key pattern only pre-filters (`*` crosses `/`); the handler's parser decides. To add a rule: a row here. Nothing that the
-stack itself writes may match a pattern that starts something.
+A key pattern only pre-filters (`*` crosses `/`); the handler's parser decides. To add a rule: a row here. Nothing that
+the stack itself writes may match a pattern that starts something.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RULES = (
 
 
 class Rules(Construct):
-    """The rules of the table, each with its queue as target and that queue's dead-letter queue for what cannot be put."""
+    """The rules of the table. What cannot be put into a rule's queue goes to that queue's dead-letter queue."""
 
     def __init__(self, scope: Construct, *, queues: Queues) -> None:
         super().__init__(scope, "Rules")

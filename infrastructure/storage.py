@@ -49,7 +49,7 @@ class Storage(Construct):
                 ),
             ],
         )
-        # `event_bridge_enabled=True` would add a custom resource; CloudFormation has had the property itself since 2021.
+        # `event_bridge_enabled=True` would add a custom resource; CloudFormation has the property itself.
         cast("s3.CfnBucket", self.bucket.node.default_child).add_property_override(
             "NotificationConfiguration", {"EventBridgeConfiguration": {"EventBridgeEnabled": True}}
         )

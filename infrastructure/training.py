@@ -13,7 +13,7 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from infrastructure.grants import GRANTS, Grant, statement
-from infrastructure.names import BUCKET_ARN, JOB_ROLE, KEY_ARN, objects_arn, regional_arn, sub
+from infrastructure.names import BUCKET_ARN, JOB_ROLE, KEY_ARN, TRAINING_LOGS_ARN, objects_arn, sub
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from infrastructure.parameters import Parameters
 
 DOCKERFILE = "training_container/Dockerfile"
-# Everything but what the Dockerfile copies, so that a word in the README builds no image. Order matters as in .dockerignore.
+# Everything but what the Dockerfile copies, so that a word in the README builds no image. In order, as .dockerignore.
 IMAGE_EXCLUDES = [
     "*",
     "!pyproject.toml",
@@ -35,19 +35,16 @@ IMAGE_EXCLUDES = [
     "**/*.md",
 ]
 
-_TRAINING_LOGS = regional_arn("logs", "log-group:/aws/sagemaker/TrainingJobs")
 JOB_GRANTS = {
     "list-objects": Grant(("s3:ListBucket",), (BUCKET_ARN,), {"StringLike": {"s3:prefix": "tenants/*"}}),
-    "read": Grant(("s3:GetObject",), objects_arn("datasets/*", "code/*", "models/*", "runs/*")),
-    "write": Grant(
-        ("s3:PutObject", "s3:AbortMultipartUpload"), objects_arn("runs/*/checkpoints/*", "runs/*/output/*")
-    ),
+    "read": Grant(("s3:GetObject",), objects_arn("*")),
+    "write": Grant(("s3:PutObject", "s3:AbortMultipartUpload"), objects_arn("runs/*/checkpoints/*", "runs/*/output/*")),
     "tidy-checkpoints": Grant(("s3:DeleteObject",), objects_arn("runs/*/checkpoints/*")),
-    "use-key": Grant(("kms:Decrypt", "kms:GenerateDataKey"), (KEY_ARN,)),
+    "use-key": Grant(("kms:Decrypt", "kms:Encrypt", "kms:GenerateDataKey"), (KEY_ARN,)),
     "encrypt-volumes": GRANTS["encrypt-volumes"],
     "write-logs": Grant(
         ("logs:CreateLogGroup", "logs:CreateLogStream", "logs:PutLogEvents", "logs:DescribeLogStreams"),
-        (_TRAINING_LOGS, f"{_TRAINING_LOGS}:*"),
+        (TRAINING_LOGS_ARN, f"{TRAINING_LOGS_ARN}:*"),
     ),
     "write-metrics": Grant(  # has no resource to name
         ("cloudwatch:PutMetricData",), ("*",), {"StringEquals": {"cloudwatch:namespace": "/aws/sagemaker/TrainingJobs"}}
@@ -58,7 +55,7 @@ JOB_GRANTS = {
         ("arn:${AWS::Partition}:ecr:${AWS::Region}:*:repository/*",),
     ),
 }
-# `*` crosses `/` in an ARN, so tenants/a/specs/runs/x/output/y would pass for output: what starts something is out of reach.
+# `*` crosses `/` in an ARN: tenants/a/specs/runs/x/output/y would pass for output, and what lies in specs/ starts a run.
 JOB_NEVER_WRITES = Grant(("s3:PutObject", "s3:DeleteObject"), objects_arn("specs/*", "commands/*"))
 
 
