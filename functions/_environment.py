@@ -6,11 +6,10 @@ import os
 from functools import lru_cache
 
 import boto3
-from botocore.config import Config
 from pydantic import BaseModel, Field
 
 from microtuning_core.domain.names import StackNames
-from microtuning_core.usecases.services import Services, StageSettings, connect
+from microtuning_core.usecases.services import Services, StageSettings
 
 
 class Environment(BaseModel):
@@ -43,6 +42,4 @@ def environment() -> Environment:
 @lru_cache(maxsize=1)
 def services() -> Services:
     """Clients are made once a process: the next invocation finds them warm."""
-    session = boto3.Session()
-    session._session.set_default_client_config(Config(retries={"mode": "standard", "max_attempts": 5}))
-    return connect(session, environment().settings)
+    return Services(boto3.Session(), environment().settings)

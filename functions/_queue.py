@@ -46,6 +46,7 @@ def handle_messages(
             _write_down(run_of(body), context.function_name, error)
             raise
 
+    metrics.add_metric(name="Messages", unit=MetricUnit.Count, value=len(event["Records"]))
     processor = BatchProcessor(event_type=EventType.SQS, raise_on_entire_batch_failure=False)
     return dict(process_partial_response(event, one, processor, context))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -17,5 +18,6 @@ def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     if is_warm_up(event):
         return {}
     outcome = close_run(services(), event["state"], event["execution"])
+    metrics.add_metric(name="RunsClosed", unit=MetricUnit.Count, value=1)
     logger.info("closed", extra=outcome)
     return outcome

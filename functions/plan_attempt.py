@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -18,6 +19,7 @@ def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
         return {}
     run = plan_attempt(services(), event["run_id"])
     attempt = run.current
+    metrics.add_metric(name="AttemptsPlanned", unit=MetricUnit.Count, value=1)
     logger.info(
         "planned", extra={"run_id": run.run_id, "plan": attempt.plan.model_dump(mode="json") if attempt else None}
     )

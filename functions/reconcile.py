@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -16,8 +17,15 @@ from microtuning_core.usecases.reconciling import reconcile
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     if "Records" in event:
         return handle_messages(event, context, lambda body, _record: _process(body), lambda _body: None)
-    return {} if is_warm_up(event) else {"looked_at": reconcile(services())}
+    return {} if is_warm_up(event) else {"looked_at": _tick()}
 
 
 def _process(_body: Body) -> None:
-    logger.info("reconciled", extra={"looked_at": reconcile(services())})
+    _tick()
+
+
+def _tick() -> list[str]:
+    looked_at = reconcile(services())
+    metrics.add_metric(name="OpenRuns", unit=MetricUnit.Count, value=len(looked_at))
+    logger.info("reconciled", extra={"looked_at": looked_at})
+    return looked_at

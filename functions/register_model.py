@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -17,4 +18,5 @@ def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     if is_warm_up(event):
         return {}
     run = register_model(services(), event["run_id"])
+    metrics.add_metric(name="ModelsLookedAt", unit=MetricUnit.Count, value=1)
     return {"run_id": run.run_id, "outcome": run.verdict or str(run.status)}

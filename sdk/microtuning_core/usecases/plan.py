@@ -18,7 +18,6 @@ from microtuning_core.domain.planning import (
     Plan,
     PlanRequest,
     choose_plan,
-    steps_between_checkpoints,
 )
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history
@@ -108,7 +107,7 @@ def request_for(spec: RunSpec, shape: ModelShape | None, spent_usd: Decimal = De
         budget_usd=spec.budget_usd,
         spent_usd=spent_usd,
         total_steps=total_steps,
-        checkpoint_every_steps=steps_between_checkpoints(spec.checkpoint.every_steps, total_steps)[0],
+        checkpoint_every_steps=spec.checkpoint.every_steps,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from microtuning_core.aws.admissions import AdmissionStore
@@ -16,6 +17,7 @@ from microtuning_core.domain.quota import Limits
 
 if TYPE_CHECKING:
     import boto3
+    from mypy_boto3_dynamodb import DynamoDBClient
 
     from microtuning_core.domain.names import StackNames
 
@@ -34,33 +36,45 @@ class StageSettings:
         return Limits(total=self.max_running_runs)
 
 
-@dataclass(frozen=True)
 class Services:
-    settings: StageSettings
-    objects: ObjectStore
-    runs: RunStore
-    ledger: LedgerStore
-    admissions: AdmissionStore
-    executions: Executions
-    jobs: TrainingJobs
-    logs: JobLogs
+    """The stores of one stage. Each is made when it is first needed: a client costs a function up to 0.3 s to load."""
+
+    def __init__(self, session: boto3.Session, settings: StageSettings) -> None:
+        self._session = session
+        self.settings = settings
 
     @property
     def names(self) -> StackNames:
         return self.settings.names
 
+    @cached_property
+    def _dynamodb(self) -> DynamoDBClient:
+        return self._session.client("dynamodb")
 
-def connect(session: boto3.Session, settings: StageSettings) -> Services:
-    names = settings.names
-    dynamodb = session.client("dynamodb")
-    objects = ObjectStore(session.client("s3"), names.bucket)
-    return Services(
-        settings=settings,
-        objects=objects,
-        runs=RunStore(dynamodb, names.table("runs"), objects),
-        ledger=LedgerStore(dynamodb, names.table("ledger")),
-        admissions=AdmissionStore(dynamodb, names.table("tenants")),
-        executions=Executions(session.client("stepfunctions"), names),
-        jobs=TrainingJobs(session.client("sagemaker")),
-        logs=JobLogs(session.client("logs")),
-    )
+    @cached_property
+    def objects(self) -> ObjectStore:
+        return ObjectStore(self._session.client("s3"), self.names.bucket)
+
+    @cached_property
+    def runs(self) -> RunStore:
+        return RunStore(self._dynamodb, self.names.table("runs"), self.objects)
+
+    @cached_property
+    def ledger(self) -> LedgerStore:
+        return LedgerStore(self._dynamodb, self.names.table("ledger"))
+
+    @cached_property
+    def admissions(self) -> AdmissionStore:
+        return AdmissionStore(self._dynamodb, self.names.table("tenants"))
+
+    @cached_property
+    def executions(self) -> Executions:
+        return Executions(self._session.client("stepfunctions"), self.names)
+
+    @cached_property
+    def jobs(self) -> TrainingJobs:
+        return TrainingJobs(self._session.client("sagemaker"))
+
+    @cached_property
+    def logs(self) -> JobLogs:
+        return JobLogs(self._session.client("logs"))
