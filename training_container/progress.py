@@ -1,0 +1,122 @@
+"""progress.json: written by rename, at most every ten seconds, and at once when something has changed that others wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from microtuning_core.domain.progress import (
+    PROGRESS_NAME,
+    PhaseMs,
+    Progress,
+    ProgressMetrics,
+    Restart,
+    TokenCounts,
+)
+
+from .metrics import finite_only
+from .paths import write_durably
+
+Phase = Literal["load", "rollout", "reward", "update", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class RestartClock:
+    """What the supervisor knows of a restart; the worker adds how long restoring and the first step took."""
+
+    cause: str
+    at: datetime
+    detect_ms: int
+    decide_ms: int
+    forked_at_s: float  # time.monotonic()
+
+
+@dataclass
+class Meter:
+    """Time by phase (seconds), tokens by kind, and the longest step of this attempt."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    longest_step_s: float = 0.0
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, time.monotonic() - started_s)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def count(self, **tokens: int) -> None:
+        for kind, number in tokens.items():
+            self.tokens[kind] = self.tokens.get(kind, 0) + number
+
+
+class ProgressWriter:
+    """Keeps progress.json of one attempt; a worker started in place goes on from what the last one wrote."""
+
+    def __init__(
+        self, folder: Path, *, run_id: str, attempt: int, lineage: int, every_s: float, started_at_s: float
+    ) -> None:
+        self._path = folder / PROGRESS_NAME
+        self._identity = {"run_id": run_id, "attempt": attempt, "lineage": lineage}
+        self._every_s, self._started_at_s, self._written_at_s = every_s, started_at_s, -float("inf")
+        self.worker_began_at_s = time.monotonic()
+        self.meter = Meter()
+        self.restarts: list[Restart] = []
+        self.first: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        self._go_on_from(self._read())
+
+    def _read(self) -> Progress | None:
+        try:
+            found = Progress.model_validate_json(self._path.read_bytes())
+        except (OSError, ValueError):
+            return None  # none yet, or from another version: begin anew
+        return found if {key: getattr(found, key) for key in self._identity} == self._identity else None
+
+    def _go_on_from(self, earlier: Progress | None) -> None:
+        if earlier is None:
+            return
+        self.meter.seconds = {name: ms / 1000 for name, ms in earlier.phase_ms.model_dump().items()}
+        self.meter.tokens = earlier.tokens.model_dump()
+        self.meter.longest_step_s = earlier.longest_step_ms / 1000
+        self._started_at_s -= sum(self.meter.seconds.values())
+        self.restarts = list(earlier.restarts)
+        self.first, self.last = dict(earlier.metrics.first), dict(earlier.metrics.last)
+
+    def write(
+        self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False
+    ) -> None:
+        """Write when it is time, or `at_once`."""
+        now_s = time.monotonic()
+        if not at_once and now_s - self._written_at_s < self._every_s:
+            return
+        self._written_at_s = now_s
+        busy_s = sum(seconds for name, seconds in self.meter.seconds.items() if name != "idle")
+        self.meter.seconds["idle"] = max(0.0, now_s - self._started_at_s - busy_s)
+        progress = Progress(
+            **self._identity,
+            step=step,
+            total_steps=total_steps,
+            at=datetime.now(UTC),
+            phase_ms=PhaseMs(**{name: round(1000 * seconds) for name, seconds in self.meter.seconds.items()}),
+            tokens=TokenCounts(**self.meter.tokens),
+            restarts=tuple(self.restarts),
+            longest_step_ms=round(1000 * self.meter.longest_step_s),
+            metrics=ProgressMetrics(
+                first=finite_only(self.first),
+                last=finite_only(self.last),
+                eval_before=finite_only(eval_before),
+                eval_after=finite_only(eval_after),
+            ),
+        )
+        write_durably(self._path, progress.model_dump_json())

@@ -1,0 +1,23 @@
+"""One post-training loop a file.
+
+To add a recipe: a module here with `train(engine, run)`, its line in RECIPES, its settings in microtuning_core.domain.spec
+(the name of both is `type`), its rates in defaults.py, a heading in docs/algorithms.md. Write it with the engine's
+primitives, `data`, `rewards` and `losses` alone; `run.steps` and `run.end_step` give it checkpoints, exact resume, progress
+and stopping. `script` is the exception: it has no engine, and runs the user's own file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+# By module name, so that a script run does not wait for torch.
+RECIPES = {
+    "sft": "training_container.recipes.sft",
+    "grpo": "training_container.recipes.grpo",
+    "script": "training_container.recipes.script",
+}
+
+
+def load_recipe(algorithm_type: str) -> ModuleType:
+    return importlib.import_module(RECIPES[algorithm_type])

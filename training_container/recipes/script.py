@@ -1,0 +1,84 @@
+"""The user's own training script, run unchanged under SageMaker's contract: SM_* variables and `--key value` arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from .. import sagemaker_env
+from ..failures import Failure
+from ..job import Job, script_hyperparameters
+
+_LAST_LINES = 200
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory")
+
+
+def run_script(job: Job, on_start: Callable[[int], None]) -> tuple[int, Failure | None]:
+    """Run the script to its end: (exit status, failure). `on_start` gets its pid, to forward signals to.
+
+    The script runs in the code folder, with the supervisor's own environment and SM_* beside it.
+    """
+    hyperparameters = script_hyperparameters(job)
+    arguments = sagemaker_env.command_line(hyperparameters)
+    entry = job.algorithm.entry
+    script = job.tree.code / entry
+    if not script.is_file():
+        return 1, Failure("user", f"The code has no file {entry!r}; code.zip holds it at its root.")
+    variables = sagemaker_env.derive(job.tree, hyperparameters, entry=entry, arguments=arguments)
+    process = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        cwd=job.tree.code,
+        env=os.environ | variables | {"PYTHONUNBUFFERED": "1"},
+        stderr=subprocess.PIPE,
+    )
+    on_start(process.pid)
+    last_lines = _pass_on(process)
+    status = process.wait()
+    return status, _failure(status, last_lines, job.tree.code)
+
+
+def _pass_on(process: subprocess.Popen[bytes]) -> deque[str]:
+    """Copy the script's stderr to ours until it closes, keeping its last lines."""
+    kept: deque[str] = deque(maxlen=_LAST_LINES)
+    assert process.stderr is not None
+    source = process.stderr
+
+    def copy() -> None:
+        for raw in source:
+            sys.stderr.buffer.write(raw)
+            sys.stderr.buffer.flush()
+            kept.append(raw.decode("utf-8", errors="replace").rstrip())
+
+    reader = threading.Thread(target=copy, daemon=True)
+    reader.start()
+    process.wait()
+    reader.join(timeout=5)  # a child the script left behind may hold the pipe open
+    return kept
+
+
+def _failure(status: int, lines: Iterable[str], code: Path) -> Failure | None:
+    if status == 0 or status == -signal.SIGTERM:
+        return None
+    if status < 0:
+        return Failure("platform", f"The script was killed by signal {-status}; the host may have run out of memory.")
+    said = [line for line in lines if line.strip()]
+    message = said[-1].strip() if said else f"The script ended with exit status {status} and said nothing."
+    if any(sign in message for sign in _OUT_OF_MEMORY):
+        return Failure("memory", message)
+    file, line = _innermost_frame(said, code)
+    return Failure("user", message, file, line)
+
+
+def _innermost_frame(lines: Iterable[str], code: Path) -> tuple[str | None, int | None]:
+    """The last frame of the printed traceback, or the last in the user's own code when there is one."""
+    frames = [(found["file"], int(found["line"])) for line in lines if (found := _FRAME.match(line))]
+    own = [frame for frame in frames if frame[0].startswith(str(code))]
+    return (own or frames or [(None, None)])[-1]

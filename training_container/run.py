@@ -1,0 +1,256 @@
+"""What a recipe gets beside the engine: the rows, where the run stands, and how to report and to keep its state.
+
+    def train(engine, run):
+        for indices in run.steps(rows=len(prompts), batch=32):
+            …
+            run.end_step({"loss": loss})
+
+`end_step` counts the step, reports it, saves when a checkpoint is due, and ends the process when a stop was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from microtuning_core.domain.datasets import Row
+from microtuning_core.domain.manifest import CheckpointFile, CheckpointManifest
+from microtuning_core.domain.progress import Restart
+
+from .checkpoints import prune, write_checkpoint
+from .data import Cursor
+from .engine import Engine
+from .failures import NumericsFailure
+from .job import Job
+from .metrics import EventLog, finite_only
+from .progress import ProgressWriter, RestartClock
+
+LOOP = "loop.json"
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+class Stopped(Exception):
+    """A stop was asked for (SIGTERM) and the state is saved."""
+
+
+@dataclass
+class LoopState:
+    """Where a run stands; part of every checkpoint. `step` counts optimizer steps of the main phase.
+
+    warm_step, warm_cursor: the supervised phase before it. constant_steps: steps in a row without any spread of reward.
+    skipped_steps: steps in a row whose gradient was not finite. eval_before, first: metrics kept for the end.
+    """
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    warm_step: int = 0
+    warm_cursor: Cursor = field(default_factory=Cursor)
+    constant_steps: int = 0
+    skipped_steps: int = 0
+    eval_before: dict[str, float] = field(default_factory=dict)
+    eval_after: dict[str, float] = field(default_factory=dict)
+    finished: bool = False
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> LoopState:
+        saved = json.loads(path.read_text("utf-8"))
+        cursors = {name: Cursor(**saved[name]) for name in ("cursor", "warm_cursor")}
+        return cls(**(saved | cursors))
+
+
+class Run:
+    """One worker's view of a run, from its restored state to its last step."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        state: LoopState,
+        *,
+        rows: dict[str, list[Row]],
+        log: EventLog,
+        progress: ProgressWriter,
+        stop_requested: Callable[[], bool],
+        restart: RestartClock | None = None,
+    ) -> None:
+        self.job, self.spec, self.settings = job, job.spec, job.algorithm
+        self.engine, self.state, self.rows = engine, state, rows
+        self.log, self.progress, self.meter = log, progress, progress.meter
+        self.total_steps = state.step
+        self._stop_requested, self._restart = stop_requested, restart
+        self._parent_pid = os.getppid()
+        self._ready_at_s = self._step_began_at_s = time.monotonic()
+        self._epoch_ended = False
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def steps(self, *, rows: int, batch: int) -> Iterator[list[int]]:
+        """Row indices of every step that is left; `max_train_steps` caps what the epochs would give."""
+        left = self.state.cursor.steps_left(rows, batch, self.settings.epochs)
+        self.total_steps = min(self.state.step + left, self.settings.max_train_steps or self.state.step + left)
+        self.write_progress(at_once=True)
+        while self.state.step < self.total_steps:
+            self._step_began_at_s = time.monotonic()
+            indices, after = self.state.cursor.take(rows, batch, self.spec.seed)
+            self._epoch_ended = after.epoch > self.state.cursor.epoch
+            yield indices
+            self.state.cursor = after
+            self._close_step()
+
+    def end_step(self, metrics: Mapping[str, Any], *, tokens: int) -> None:
+        """Report the step whose rows `steps` gave last. `tokens` sampled or trained in it make tokens_per_s."""
+        seconds = time.monotonic() - self._step_began_at_s
+        self.meter.longest_step_s = max(self.meter.longest_step_s, seconds)
+        self.state.step += 1
+        reported = {**metrics, "tokens_per_s": tokens / max(seconds, 1e-9)}
+        epoch = self.state.cursor.epoch + 1
+        self.log.emit("metrics", step=self.state.step, total_steps=self.total_steps, epoch=epoch, **reported)
+        self.progress.first = self.progress.first or dict(reported)
+        self.progress.last = dict(reported)
+
+    def _close_step(self) -> None:
+        is_last = self.state.step == self.total_steps
+        saved = not is_last and self._checkpoint_is_due()
+        if saved:
+            self.save(self.progress.last)
+        self._finish_restart()
+        self.write_progress(at_once=is_last or self.state.step == 1)
+        self.leave_if_asked(saved=saved)
+
+    def end_warm_step(self) -> None:
+        """After each step of the warm start but the last: save on the same cadence, as checkpoint 0."""
+        due = self.state.warm_step % self.spec.checkpoint.every_steps == 0
+        if due:
+            self.save({})
+        self.write_progress()
+        self.leave_if_asked(saved=due)
+
+    def _checkpoint_is_due(self) -> bool:
+        cadence = self.spec.checkpoint
+        return self.state.step % cadence.every_steps == 0 or (cadence.every_epoch and self._epoch_ended)
+
+    def learning_rate(self, default: float) -> float:
+        """Of the coming step: rising over warmup_steps, then constant."""
+        rate = self.settings.learning_rate or default
+        return rate * min(1.0, (self.state.step + 1) / max(1, self.settings.warmup_steps))
+
+    def count_skipped(self, applied: bool, what: str) -> None:
+        """Tolerate a few steps in a row whose loss or gradient is not finite; their weights stay as they were."""
+        self.state.skipped_steps = 0 if applied else self.state.skipped_steps + 1
+        if not applied:
+            self.log.emit("notice", step=self.state.step + 1, message=f"{what} is not finite; this step changes nothing")
+        if self.state.skipped_steps > MAX_SKIPPED_IN_A_ROW:
+            raise NumericsFailure(
+                f"{what} was not finite in {self.state.skipped_steps} steps in a row (up to step {self.state.step + 1}). "
+                "Lower learning_rate or max_grad_norm."
+            )
+
+    # --- keeping --------------------------------------------------------------------------------------------------------
+
+    def save(self, metrics: Mapping[str, Any], *, final: bool = False) -> CheckpointManifest:
+        """Keep everything the next step depends on as checkpoint `state.step`."""
+        with self.meter.phase("checkpoint"):
+            checkpoint = write_checkpoint(
+                self.job.tree.checkpoints,
+                self.state.step,
+                self._fill,
+                lambda files: self._describe(files, finite_only(metrics), final),
+            )
+            prune(self.job.tree.checkpoints, self.spec.checkpoint.keep)
+        self.log.emit("checkpoint", step=self.state.step, bytes=checkpoint.manifest.total_bytes, final=final)
+        return checkpoint.manifest
+
+    def _fill(self, folder: Path) -> None:
+        self.engine.save_state(folder)
+        self.state.save(folder / LOOP)
+
+    def _describe(
+        self, files: tuple[CheckpointFile, ...], metrics: dict[str, float], final: bool
+    ) -> CheckpointManifest:
+        return CheckpointManifest(
+            run_id=self.job.run_id,
+            attempt=self.job.plan.attempt,
+            lineage=self.job.plan.lineage,
+            step=self.state.step,
+            epoch=self.state.cursor.epoch,
+            world_size=1,
+            global_batch=self.settings.batch_size,
+            spec_sha256=self.spec.sha256,
+            code_sha256=self.spec.code.sha256 if self.spec.code else None,
+            base_model=self.job.base_model,
+            revision=self.spec.model.revision,
+            files=files,
+            metrics=metrics,
+            final=final,
+            created_at=datetime.now(UTC),
+        )
+
+    def finish(self) -> None:
+        """The last checkpoint, marked final and carrying both evaluations; then the model itself."""
+        self.state.finished = True
+        before = {f"{name}_before": value for name, value in self.state.eval_before.items()}
+        after = {f"{name}_after": value for name, value in self.state.eval_after.items()}
+        self.save({**self.progress.last, **before, **after}, final=True)
+        self._finish_restart()
+        self.write_progress(at_once=True)
+
+    # --- reporting ------------------------------------------------------------------------------------------------------
+
+    def report_eval(self, when: str, metrics: dict[str, float]) -> dict[str, float]:
+        self.log.emit("eval", when=when, step=self.state.step, **metrics)
+        return finite_only(metrics)
+
+    def write_progress(self, *, at_once: bool = False) -> None:
+        self.progress.write(
+            self.state.step,
+            self.total_steps,
+            eval_before=self.state.eval_before,
+            eval_after=self.state.eval_after,
+            at_once=at_once,
+        )
+
+    def leave_if_asked(self, *, saved: bool) -> None:
+        """At a boundary between steps: end the process when a stop was asked for, keeping the state first."""
+        if os.getppid() != self._parent_pid:
+            raise Stopped("the supervisor is gone")
+        if self._stop_requested():
+            if not saved:
+                self.save(self.progress.last)
+            self.write_progress(at_once=True)
+            raise Stopped("asked to stop")
+
+    def announce_restart(self) -> None:
+        """Record a restart in place as soon as it is done; its first step is timed when it ends."""
+        if self._restart is None:
+            return
+        clock, now_s = self._restart, time.monotonic()
+        self.progress.restarts.append(
+            Restart(
+                cause=clock.cause,
+                at=clock.at,
+                detect_ms=clock.detect_ms,
+                decide_ms=clock.decide_ms,
+                provision_ms=round(1000 * (self.progress.worker_began_at_s - clock.forked_at_s)),
+                restore_ms=round(1000 * (now_s - self.progress.worker_began_at_s)),
+            )
+        )
+        self._ready_at_s = now_s
+        self.write_progress(at_once=True)
+
+    def _finish_restart(self) -> None:
+        if self._restart is None:
+            return
+        self._restart = None
+        first_step_ms = round(1000 * (time.monotonic() - self._ready_at_s))
+        self.progress.restarts[-1] = self.progress.restarts[-1].model_copy(update={"first_step_ms": first_step_ms})
+        self.log.emit("recovery", step=self.state.step, **self.progress.restarts[-1].model_dump(mode="json"))
+        self.write_progress(at_once=True)

@@ -1,0 +1,148 @@
+"""A training worker: restore or build, run the recipe, leave the model. Runs in a process forked by the supervisor."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from microtuning_core.domain.datasets import Row, check_rows
+
+from .checkpoints import Checkpoint, newest_whole, resume_checkpoint
+from .data import read_channel, texts_of
+from .engine import Engine
+from .failures import classify, write_failure
+from .job import Job
+from .metrics import EventLog
+from .progress import ProgressWriter, RestartClock
+from .recipes import load_recipe
+from .run import LOOP, LoopState, Run, Stopped
+
+EXIT_FAILED, EXIT_STOPPED = 1, 128 + signal.SIGTERM
+
+
+@dataclass
+class StopFlag:
+    """Set by SIGTERM; read between steps."""
+
+    asked: bool = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def set(self, *_: object) -> None:
+        self.asked = True
+
+
+def work(job: Job, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> int:
+    """Train to the end; the exit status of the process. Every failure is written to the failure file.
+
+    Args:
+        started_at_s: time.monotonic() when the attempt began (or this worker, after a restart): all until the first step
+            counts as load.
+        restart: what the supervisor knows of the restart, if this is one.
+    """
+    log = EventLog(job.tree.output_data / "metrics.jsonl", job.plan.attempt)
+    run = None
+    try:
+        prepare_torch(job)
+        run = begin(job, log, started_at_s=started_at_s, restart=restart, stop=stop)
+        train(run)
+        return 0
+    except Stopped as reason:
+        log.emit("notice", message=f"stopped at step {run.state.step if run else 0}: {reason}")
+        return EXIT_STOPPED
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        write_failure(job.tree.failure, classify(error, user_code=job.tree.code))
+        if run is not None:
+            run.write_progress(at_once=True)
+        return EXIT_FAILED
+
+
+def prepare_torch(job: Job) -> None:
+    """A fixed number of threads and deterministic kernels: sums depend on both in their last bits."""
+    torch.set_num_threads(job.torch_threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    transformers.utils.logging.disable_progress_bar()
+
+
+def begin(job: Job, log: EventLog, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> Run:
+    """The run as its newest whole checkpoint has it, or from its start."""
+    progress = ProgressWriter(
+        job.tree.checkpoints,
+        run_id=job.run_id,
+        attempt=job.plan.attempt,
+        lineage=job.plan.lineage,
+        every_s=job.progress_every_s,
+        started_at_s=started_at_s,
+    )
+    rows = read_data(job)
+    checkpoint = find_checkpoint(job, log)
+    engine = make_engine(job, rows, checkpoint)
+    refuse_unrenderable(job, rows, engine)
+    state = LoopState.load(checkpoint.folder / LOOP) if checkpoint else LoopState()
+    run = Run(job, engine, state, rows=rows, log=log, progress=progress, stop_requested=stop, restart=restart)
+    progress.meter.add_seconds("load", time.monotonic() - started_at_s)
+    run.announce_restart()
+    log.emit("phase", phase="training", step=state.step, weights=sum(p.numel() for p in engine.model.parameters()))
+    return run
+
+
+def read_data(job: Job) -> dict[str, list[Row]]:
+    """Rows by channel. A preset has no chat template; whether another model has one is seen once it is loaded."""
+    wanted = {"train": job.algorithm.type, "eval": job.algorithm.type, "warm": "sft"}
+    needed = {"train"} | ({"warm"} if getattr(job.algorithm, "warm_start", None) else set())
+    return {
+        name: read_channel(job.tree.channel(name), kind, has_chat_template=job.spec.model.arch is None)
+        for name, kind in wanted.items()
+        if name in needed or job.tree.channel(name).is_dir()
+    }
+
+
+def find_checkpoint(job: Job, log: EventLog) -> Checkpoint | None:
+    """This lineage's newest whole checkpoint; the `resume` channel counts only while there is none."""
+
+    def on_damage(name: str, reason: str) -> None:
+        log.emit("notice", message=f"checkpoint {name} is not used: {reason}")
+
+    found = newest_whole(job.tree.checkpoints, on_damage)
+    found = found or resume_checkpoint(job.tree.channel("resume"), on_damage)
+    if found:
+        log.emit("phase", phase="restore", step=found.manifest.step, checkpoint=found.folder.name)
+    return found
+
+
+def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | None) -> Engine:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    channel = job.tree.channel("model")
+    source = str(channel) if channel.is_dir() else job.base_model
+    if checkpoint:
+        engine = Engine.restore(job.spec.model, checkpoint.folder, source=source, device=device)
+    else:
+        texts = (text for channel_rows in rows.values() for text in texts_of(channel_rows))
+        engine = Engine.build(job.spec.model, source=source, texts=texts, seed=job.spec.seed, device=device)
+    engine.micro_batch_rows = job.plan.micro_batch_size
+    return engine
+
+
+def refuse_unrenderable(job: Job, rows: dict[str, list[Row]], engine: Engine) -> None:
+    has_chat_template = bool(engine.tokenizer.chat_template)
+    for name, channel_rows in rows.items():
+        kind = "sft" if name == "warm" else job.algorithm.type
+        check_rows(channel_rows, kind, name, has_chat_template=has_chat_template)
+
+
+def train(run: Run) -> None:
+    """The recipe, the final checkpoint and the model; a run that had finished before only leaves its model again."""
+    if not run.state.finished:
+        load_recipe(run.settings.type).train(run.engine, run)
+        run.finish()
+    run.engine.save_weights(run.job.tree.model)
+    run.log.emit("phase", phase="finished", step=run.state.step)
