@@ -1,0 +1,198 @@
+"""The handle of one run: everything a user may ask of it or tell it, from any machine, by its id alone."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from microtuning_core.domain.command import Command
+from microtuning_core.domain.cost import latest, total
+from microtuning_core.domain.errors import MicrotuningError, RunFailed, RunStopped
+from microtuning_core.domain.layout import S3Uri, command_key, output_prefix, parse_s3_uri
+from microtuning_core.domain.names import parse_run_id
+from microtuning_core.domain.run import Run as RunRecord
+from microtuning_core.domain.run import RunStatus
+from microtuning_sdk import _views
+from microtuning_sdk._connection import Stage, connect
+from microtuning_sdk._display import detached
+from microtuning_sdk._follow import CLOUD_POLL_S, LOCAL_POLL_S, follow, wait_silently
+from microtuning_sdk._logs import LogTail, metrics_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from microtuning_core.aws.runs import Checkpoint
+    from microtuning_core.domain.cost import LedgerEntry
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run cost so far. `state` is "final" once no amount may change any more."""
+
+    total_usd: Decimal
+    state: str
+    lines: tuple[LedgerEntry, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The trained model: `uri` is its model.tar.gz."""
+
+    uri: str
+    stage: Stage
+
+    def download(self, folder: str | Path) -> Path:
+        """Unpacks the model into `folder`, which `AutoModelForCausalLM.from_pretrained` reads; returns the folder."""
+        target = Path(folder).expanduser()
+        target.mkdir(parents=True, exist_ok=True)
+        source = parse_s3_uri(self.uri)
+        with tempfile.TemporaryFile() as packed:
+            self.stage.s3.download_fileobj(source.bucket, source.key, packed)
+            packed.seek(0)
+            with tarfile.open(fileobj=packed) as archive:
+                archive.extractall(target, filter="data")
+        return target
+
+
+class Run:
+    """One fine-tuning run.
+
+        run = Run("default-sort-digits-0z3k8q5m1c7t")
+        run.wait().status                                    # "completed", "failed" or "stopped"
+
+    Args:
+        run_id: as fit() gave it.
+        stage: a stage, its name, or None for the default one.
+    """
+
+    def __init__(self, run_id: str, stage: Stage | str | None = None) -> None:
+        self.run_id = parse_run_id(run_id).run_id
+        self.stage = stage if isinstance(stage, Stage) else connect(stage)
+
+    def __repr__(self) -> str:
+        return f"Run({self.run_id!r})"
+
+    @property
+    def record(self) -> RunRecord:
+        """The run as it stands now: status, attempts, metrics, spec. Read anew each time; RunNotFound if there is none."""
+        return self.stage.runs.get(self.run_id)
+
+    @property
+    def status(self) -> str:
+        return self.record.status.value
+
+    @property
+    def execution_arn(self) -> str:
+        """The Step Functions execution that carries the run now."""
+        return self.stage.names.execution_arn(self.record.execution)
+
+    def wait(self, timeout_s: float | None = None, *, logs: bool = False) -> RunRecord:
+        """Waits until the run is completed, failed or stopped, and returns its record; none of the three raises.
+
+        Ctrl-C ends the waiting and not the run: the message says how to come back, and the record is the one of now.
+
+        Args:
+            timeout_s: seconds to wait at most; TimeoutError after them.
+            logs: show log lines and progress, on from the last line that this machine's user saw.
+        """
+        try:
+            return (follow if logs else wait_silently)(self.stage, self.run_id, timeout_s)
+        except KeyboardInterrupt:
+            print(detached(self.run_id), file=sys.stderr)
+            return self.record
+
+    def raise_if_unsuccessful(self) -> None:
+        """RunFailed or RunStopped, with the reason, when the run ended like that; nothing otherwise."""
+        run = self.record
+        if run.status is RunStatus.FAILED:
+            raise RunFailed(self.run_id, _reason(run))
+        if run.status is RunStatus.STOPPED:
+            raise RunStopped(self.run_id, _reason(run))
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """The log lines of all attempts in order; with `follow` on until the run is over."""
+        tail = LogTail(self.stage.cloudwatch_logs)
+        while True:
+            run = self.record
+            for line in tail.read(attempt.job_name for attempt in run.attempts):
+                yield line.text
+            if run.is_final or not follow:
+                return
+            time.sleep(LOCAL_POLL_S if self.stage.is_local else CLOUD_POLL_S)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step, in order, as the job printed them; a step that was done again counts once."""
+        tail = LogTail(self.stage.cloudwatch_logs)
+        lines = tail.read(attempt.job_name for attempt in self.record.attempts)
+        return metrics_in(event for line in lines if (event := line.event))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The registered checkpoints, oldest first."""
+        return self.stage.runs.checkpoints(self.run_id)
+
+    def cost(self) -> Cost:
+        """What the ledger says; amounts of an attempt that still runs are estimates."""
+        entries = self._ledger_entries()
+        view = _views.run_cost_view(entries)
+        return Cost(total(entries), view["state"], tuple(latest(entries)))
+
+    def _ledger_entries(self) -> list[LedgerEntry]:
+        run = self.record
+        last = run.ended_at or datetime.now(UTC)
+        return self.stage.ledger.entries(run.tenant, self.run_id, run.created_at.date(), last.date())
+
+    def cancel(self) -> None:
+        """Asks the stage to stop the run: it saves a checkpoint, ends as "stopped", and keeps what it has."""
+        command = Command(verb="cancel", issued_at=datetime.now(UTC), client_id="microtuning-sdk")
+        key = command_key(self.run_id, uuid.uuid4().hex)
+        self.stage.objects.put(key, command.model_dump_json().encode())
+
+    @property
+    def model(self) -> Model:
+        """The trained model of a completed run."""
+        run = self.record
+        if run.status is not RunStatus.COMPLETED or run.current is None:
+            raise MicrotuningError(
+                f"Run {self.run_id} is {run.status} and has no finished model.",
+                next_step="Its checkpoints are listed by `microtuning checkpoints`.",
+            )
+        key = f"{output_prefix(self.run_id)}{run.current.job_name}/output/model.tar.gz"
+        return Model(str(S3Uri(self.stage.bucket, key)), self.stage)
+
+    def training_job(self, attempt: int | None = None) -> Any:
+        """The SageMaker training job of an attempt (the newest by default), as sagemaker-core's resource `TrainingJob`.
+
+        Needs the extra "aws" (pip install "microtuning[aws]").
+        """
+        try:
+            from sagemaker_core.resources import TrainingJob
+        except ImportError as error:
+            raise MicrotuningError(
+                "Run.training_job() needs sagemaker-core.", next_step='Install it: pip install "microtuning[aws]".'
+            ) from error
+        jobs = {each.attempt: each.job_name for each in self.record.attempts}
+        if not jobs or (attempt is not None and attempt not in jobs):
+            raise MicrotuningError(f"Run {self.run_id} has no such attempt yet.", next_step=f"It has {sorted(jobs)}.")
+        name = jobs[attempt if attempt is not None else max(jobs)]
+        return TrainingJob.get(name, session=self.stage.session, region=self.stage.names.region)
+
+    def view(self) -> dict[str, Any]:
+        """The run as JSON, in the shape of `microtuning runs show --json`."""
+        run = self.record
+        arn = self.stage.names.execution_arn(run.execution)
+        return _views.run_view(run, self.checkpoints(), self._ledger_entries(), arn)
+
+
+def _reason(run: RunRecord) -> str:
+    """The reason, and where in the user's code it lies."""
+    failure = run.failure
+    where = f" ({failure.file}, line {failure.line})" if failure and failure.file and failure.line else ""
+    return f"{run.reason or (failure.message if failure else 'no reason was recorded')}{where}"

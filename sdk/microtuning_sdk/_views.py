@@ -1,0 +1,119 @@
+"""What is known of runs as plain JSON: the shapes of `--json`, whose keys never change their meaning.
+
+    runs list     {"runs": [{"run_id", "tenant", "name", "status", "reason", "created_at", "cost_usd"}]}
+    runs show     {"run_id", "status", "reason", "attempts", "checkpoints", "metrics", "cost", "execution_arn"}
+    checkpoints   {"checkpoints": [{"lineage", "step", "uri", "whole"}]}
+    cost          {"total_usd", "lines"}
+
+Money is a string with every decimal, so that no reader makes a float of it; times are UTC, ISO 8601.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from microtuning_core.domain.cost import amount_usd, cost_so_far, latest, total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from microtuning_core.aws.runs import Checkpoint
+    from microtuning_core.domain.cost import LedgerEntry
+    from microtuning_core.domain.run import Attempt, Run
+
+View = dict[str, Any]
+
+
+def runs_view(runs: Iterable[Run]) -> View:
+    return {"runs": [_run_row(run) for run in runs]}
+
+
+def _run_row(run: Run) -> View:
+    return {
+        "run_id": run.run_id,
+        "tenant": run.tenant,
+        "name": run.name,
+        "status": run.status.value,
+        "reason": run.reason,
+        "created_at": when(run.created_at),
+        "cost_usd": None if run.cost_usd is None else money(run.cost_usd),
+    }
+
+
+def run_view(run: Run, checkpoints: Sequence[Checkpoint], entries: Sequence[LedgerEntry], execution_arn: str) -> View:
+    return {
+        "run_id": run.run_id,
+        "status": run.status.value,
+        "reason": run.reason,
+        "attempts": [_attempt_view(attempt) for attempt in run.attempts],
+        **checkpoints_view(checkpoints),
+        "metrics": {
+            "first": run.metrics.first | run.metrics.eval_before,
+            "last": run.metrics.last | run.metrics.eval_after,
+        },
+        "cost": run_cost_view(entries),
+        "execution_arn": execution_arn,
+    }
+
+
+def _attempt_view(attempt: Attempt) -> View:
+    return {
+        "attempt": attempt.attempt,
+        "job_name": attempt.job_name,
+        "instance_type": attempt.plan.instance_type,
+        "count": attempt.plan.count,
+        "spot": attempt.plan.spot,
+        "outcome": attempt.outcome,
+        "failure_class": attempt.failure.failure_class.value if attempt.failure else None,
+        "created_at": when(attempt.created_at),
+        "started_at": when(attempt.started_at),
+        "ended_at": when(attempt.ended_at),
+        "billed_s": attempt.billed_s,
+        "recoveries": [recovery.model_dump(mode="json") for recovery in attempt.recoveries],
+    }
+
+
+def checkpoints_view(checkpoints: Iterable[Checkpoint]) -> View:
+    keys = ("lineage", "step", "uri", "whole")
+    return {"checkpoints": [{key: getattr(each, key) for key in keys} for each in checkpoints]}
+
+
+def run_cost_view(entries: Sequence[LedgerEntry]) -> View:
+    """`state` is final once no amount may change any more."""
+    lines = latest(entries)
+    is_final = bool(lines) and all(entry.state == "final" for entry in lines)
+    state = "final" if is_final else "estimate"
+    return {"amount_usd": money(total(lines)), "state": state, "lines": [_line_view(entry) for entry in lines]}
+
+
+def cost_view(entries: Sequence[LedgerEntry]) -> View:
+    lines = latest(entries)
+    return {"total_usd": money(total(lines)), "lines": [_line_view(entry) for entry in lines]}
+
+
+def _line_view(entry: LedgerEntry) -> View:
+    return entry.model_dump(mode="json", exclude={"schema_version"})
+
+
+def when(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def money(usd: Decimal) -> str:
+    """All decimals that count, never in exponent form: "0.0031", "0"."""
+    text = f"{usd:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def spent_usd(run: Run, now: datetime) -> Decimal:
+    """USD so far: settled attempts by their billed seconds, the current one by the clock; an upper bound for spot."""
+    return sum((_attempt_usd(attempt, now) for attempt in run.attempts), Decimal(0))
+
+
+def _attempt_usd(attempt: Attempt, now: datetime) -> Decimal:
+    price, count = attempt.plan.price_usd_per_hour, attempt.plan.count
+    if attempt.billed_s is not None:
+        return amount_usd(attempt.billed_s, count, price)
+    return cost_so_far(attempt.started_at, attempt.ended_at or now, price, count)
