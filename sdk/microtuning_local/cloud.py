@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import LocalCloudError
-
 from microtuning_local import deploy, emulator
 from microtuning_local.clients import root_client
 from microtuning_local.home import (

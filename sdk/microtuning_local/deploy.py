@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import LocalCloudError
-
 from microtuning_local.clients import root_client
 from microtuning_local.home import STAGE
 

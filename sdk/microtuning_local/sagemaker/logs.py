@@ -43,9 +43,13 @@ class LogShipper:
 
     def finish(self, *, timeout_s: float = 10) -> None:
         """Wait until everything the process wrote is stored."""
-        for thread in self.threads:
-            thread.join(timeout_s)
-        self.pipe.close()
+        reader, shipper = self.threads
+        reader.join(timeout_s)
+        # A process that left the job's group may hold the pipe open; closing it under the reader would block.
+        if not reader.is_alive():
+            self.pipe.close()
+        self.ended.set()
+        shipper.join(timeout_s)
 
     def _read(self) -> None:
         for line in self.pipe:

@@ -124,11 +124,10 @@ class JobRun:
         try:
             self._prepare(hosts)
             ending = self.control.ending() or self._train(hosts)
-        except BaseException:
+            self._conclude(hosts, ending)
+        finally:
             self._kill(hosts)
             self._end_mirrors(hosts, keep=False)
-            raise
-        self._conclude(hosts, ending)
         return ending
 
     # -- machines ----------------------------------------------------------------------------------------------------
@@ -320,7 +319,9 @@ class JobRun:
         self._end_mirrors(hosts, keep=True)
         self._upload_model(hosts)
         self._upload_output(hosts)
-        self._become("Completed", "Completed")
+        # A stop that came while the results were on their way still ends as one: the caller was told so.
+        last = "Stopped" if self.job.status == "Stopping" else "Completed"
+        self._become(last, last)
 
     def _conclude_stop(self, hosts: list[Host], ending: Ending) -> None:
         self._become("Stopping", "Stopping")
@@ -409,7 +410,8 @@ class JobRun:
             raise Failure(f"ClientError: {refusal.message}") from refusal
 
     def _become(self, status: str, secondary: str) -> None:
-        if self.job.secondary == secondary:
+        is_step_back = status == "InProgress" and self.job.status == "Stopping"
+        if is_step_back or self.job.secondary == secondary:
             return
         now = records.now()
         self.account.jobs.change(self.job, lambda job: records.moved(job, status, secondary, now))

@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import LocalCloudError
-
 from microtuning_local.emulator import answers, base_environment, inherited
 from microtuning_local.home import ROOT_SECRET
 from microtuning_local.processes import end_group, is_same_process, kill_group, spawn, started_at, wait_until

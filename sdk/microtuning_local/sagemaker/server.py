@@ -21,9 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.errors import LocalCloudError
 from pydantic import ValidationError
 
+from microtuning_core.domain.errors import LocalCloudError
 from microtuning_local.clients import root_client
 from microtuning_local.deploy import TRAINING_IMAGE
 from microtuning_local.emulator import base_environment, inherited

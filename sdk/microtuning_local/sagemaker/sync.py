@@ -6,6 +6,7 @@ are not whole yet; within a folder manifest.json goes last, and only when everyt
 
 from __future__ import annotations
 
+import logging
 import tarfile
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 COMMIT = "manifest.json"
 SWEEP_S = 0.5
+
+log = logging.getLogger(__name__)
 
 
 class Stamp(NamedTuple):
@@ -66,17 +69,15 @@ def one_thread() -> Any:
 
 
 def pack(folders: Iterable[Path], target: Path) -> bool:
-    """A .tar.gz of what is in the folders, the later ones on top; False when all are empty."""
+    """Make a .tar.gz of what is in the folders, the later ones on top; returns whether there was anything."""
     members: dict[str, Path] = {}
     for folder in folders:
         members |= {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    if not members:
-        return False
     # Level 1: on a laptop the packing, not the loopback, is what a run waits for.
     with tarfile.open(target, "w:gz", compresslevel=1) as archive:
         for name, path in members.items():
             archive.add(path, arcname=name, recursive=False)
-    return True
+    return bool(members)
 
 
 def upload(s3: Any, path: Path, target: Location, kms_key: str | None = None) -> None:
@@ -95,7 +96,8 @@ def upload_folder(s3: Any, folder: Path, target: Location, kms_key: str | None =
 class CheckpointMirror:
     """Uploads what changes in a folder, every `SWEEP_S`, until it is closed; the last sweep runs in `close`.
 
-    `failure` holds what S3 refused. The mirror stops there: a job whose checkpoints go nowhere must not run on.
+    `failure` holds what S3 refused. The mirror stops there: a job whose checkpoints go nowhere must not run on. An S3
+    that does not answer is asked again with the next sweep; only the last sweep has to succeed.
     """
 
     def __init__(self, s3: Any, folder: Path, target: Location) -> None:
@@ -112,16 +114,17 @@ class CheckpointMirror:
 
     def close(self) -> None:
         """Stop sweeping, sweep once more, and raise what S3 refused."""
-        self._ending.set()
-        self._thread.join()
-        self._try_sweep()
-        if self.failure:
+        self.abandon()
+        if self.failure is None:
+            self.sweep()
+        else:
             raise self.failure
 
     def abandon(self) -> None:
         """Stop without a last sweep: the machine is gone."""
         self._ending.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def sweep(self) -> None:
         """Send each folder's changed files, and its manifest only when all of them went."""
@@ -149,11 +152,15 @@ class CheckpointMirror:
             self._try_sweep()
 
     def _try_sweep(self) -> None:
-        if self.failure is None:
-            try:
-                self.sweep()
-            except Exception as error:  # kept for the job's thread, which reports it as the job's failure
-                self.failure = error
+        from boto3.exceptions import S3UploadFailedError
+        from botocore.exceptions import ConnectionError as NoAnswer
+
+        try:
+            self.sweep()
+        except S3UploadFailedError as error:  # kept for the job's thread, which reports it as the job's failure
+            self.failure = error
+        except NoAnswer as error:
+            log.warning("checkpoints of %s wait: %s", self.target.uri, error)
 
 
 def scan(folder: Path) -> Iterator[tuple[Path, Stamp]]:
