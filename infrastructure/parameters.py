@@ -31,7 +31,7 @@ class Parameters(Construct):
             "QueueVisibilitySeconds", 180, "How long a message stays hidden while a handler works on it.", 1, 43200
         )
         self._text("ReconcileRate", "rate(5 minutes)", "How often every unfinished run is looked at again.")
-        self._number("MaxRunningRuns", 20, "Runs of one tenant that may train at the same time.", 1, 1000)
+        self._number("MaxRunningRuns", 20, "Runs that may train at the same time.", 1, 1000)
         self.on_aws = cdk.CfnCondition(
             self, "IsOnAws", expression=cdk.Fn.condition_equals(on_aws.value_as_string, "true")
         )
