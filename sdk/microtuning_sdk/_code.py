@@ -24,7 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import InvalidCode
-from microtuning_sdk._pickles import names_in, pickled
+from microtuning_sdk._pickles import pickled
 from microtuning_sdk._sources import (
     MAX_CODE_BYTES,
     Files,
@@ -97,8 +97,8 @@ def package_reward(reward: Callable[..., Any] | str, folder: Path | None = None)
     if entry is not None:
         module = sys.modules[entry.partition(":")[0]]
         return _checked(CodePackage(entry, sources_of([module.__name__], [root_of(module), *local_roots()])))
-    payload = pickled(reward)
-    return _checked(CodePackage(f"pickle:{PICKLE}", {**_needed_by(payload), PICKLE: payload}))
+    saved = pickled(reward)
+    return _checked(CodePackage(f"pickle:{PICKLE}", {**_needed_by(saved.modules), PICKLE: saved.payload}))
 
 
 def _entry_of(reward: Callable[..., Any]) -> str | None:
@@ -115,13 +115,12 @@ def _entry_of(reward: Callable[..., Any]) -> str | None:
         return None
 
 
-def _needed_by(payload: bytes) -> Files:
-    """The local modules that a pickle refers to by name, with what they import."""
-    names = names_in(payload)
+def _needed_by(names: frozenset[str]) -> Files:
+    """The local modules among these, with what they import."""
     loaded = [module for name in names if (module := sys.modules.get(name)) is not None and is_local(module)]
+    not_loaded = [name for name in names if name not in sys.modules]
     roots = list(dict.fromkeys([*map(root_of, loaded), *local_roots()]))
-    later = [name for name in names if name.isidentifier() and name not in sys.modules and find_module(name, roots)]
-    return sources_of([*(module.__name__ for module in loaded), *later], roots)
+    return sources_of([*(module.__name__ for module in loaded), *not_loaded], roots)
 
 
 def _named(entry: str, roots: Sequence[Path]) -> CodePackage:
@@ -132,9 +131,10 @@ def _named(entry: str, roots: Sequence[Path]) -> CodePackage:
     if found is None:
         return _installed(entry, module)
     root, file = found
+    package = _checked(CodePackage(entry, sources_of([module], [root, *roots])))
     if not defines(file.read_bytes(), name.partition(".")[0]):
         raise InvalidCode(repr(entry), f"{file.name} has no {name!r}", next_step="Correct the name after the colon.")
-    return _checked(CodePackage(entry, sources_of([module], [root, *roots])))
+    return package
 
 
 def _installed(entry: str, module: str) -> CodePackage:

@@ -10,6 +10,7 @@ stand-ins for what is local, so that a misspelt setting is reported before any d
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,6 @@ from microtuning_sdk._inputs import BaseModel, Data, base_model, check_dataset, 
 from microtuning_sdk._uploads import Parcel, parcel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from microtuning_sdk._connection import Stage
 
 Document = dict[str, Any]
@@ -70,6 +69,7 @@ def draft(
         InvalidSpec, InvalidData, InvalidCode: with everything needed to correct it.
     """
     folder, lines = folder or Path.cwd(), lines or {}
+    document = _with_lists(document)
     parse_spec(_with_stand_ins(document, code), lines)
     tenant = check_tenant(document.get("tenant", DEFAULT_TENANT))
     ready = copy.deepcopy({key: value for key, value in document.items() if key != "data"})
@@ -84,6 +84,20 @@ def draft(
     if problems := foreign_locations(spec, stage.bucket) or _does_not_fit(spec, model.shape):
         raise InvalidSpec(problems)
     return Draft(spec, tuple(parcels))
+
+
+def _with_lists(document: Document) -> Document:
+    """The same with rows as lists: a generator could be read only once."""
+    shown = dict(document)
+    for *above, name in _DATA_FIELDS:
+        holder = _copied_path(shown, above)
+        if holder is not None and _are_rows(holder.get(name)):
+            holder[name] = list(holder[name])
+    return shown
+
+
+def _are_rows(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
 def _with_stand_ins(document: Document, code: CodePackage | None) -> Document:
@@ -115,7 +129,7 @@ def _copied_path(document: Document, names: list[str]) -> Document | None:
 def _is_local_data(value: object) -> bool:
     if isinstance(value, str):
         return not value.startswith("s3://")
-    return isinstance(value, Path) or (hasattr(value, "__iter__") and not isinstance(value, dict | bytes))
+    return isinstance(value, Path) or _are_rows(value)
 
 
 def _is_local_model(value: object) -> bool:

@@ -7,9 +7,12 @@ be, the name of what stands in the way.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-import pickletools
+import io
+import pickle
+from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAX_DEPTH = 12
-# Opcodes whose argument is data and not a name.
-_TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
 
 
-def pickled(reward: Callable[..., Any]) -> bytes:
+@dataclass(frozen=True)
+class Pickled:
+    """The bytes, and the modules that loading or calling what is in them would import."""
+
+    payload: bytes
+    modules: frozenset[str]
+
+
+def pickled(reward: Callable[..., Any]) -> Pickled:
     """The reward by value. It is loaded once here, so that what cannot be loaded fails now and not in the job.
 
     Raises:
@@ -35,18 +44,53 @@ def pickled(reward: Callable[..., Any]) -> bytes:
         payload: bytes = cloudpickle.dumps(reward)
     except Exception as error:  # whatever a captured object's own __reduce__ raises
         raise _refused(reward, error) from error
+    loader = _NotingLoader(io.BytesIO(payload))
     try:
-        loaded = cloudpickle.loads(payload)
+        loaded = loader.load()
     except Exception as error:
         raise InvalidCode(called(reward), f"it can be saved but not loaded again ({error})") from error
     if not callable(loaded):
         raise InvalidCode(called(reward), "what is loaded again is not callable")
-    return payload
+    return Pickled(payload, frozenset(loader.modules))
 
 
-def names_in(payload: bytes) -> set[str]:
-    """Every text in a pickle, among them the names of all modules that loading or calling it would import."""
-    return {arg for opcode, arg, _ in pickletools.genops(payload) if opcode.name in _TEXT_OPCODES and arg}
+class _NotingLoader(pickle.Unpickler):
+    """Loads our own fresh pickle, and notes each module that it is looked up in, holds, or imports when called."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module != "cloudpickle.cloudpickle":
+            self.modules.add(module)
+        if found is cloudpickle.cloudpickle.subimport:
+            return self._noted_module
+        if found is cloudpickle.cloudpickle._make_function:
+            return self._noted_function
+        return found
+
+    def _noted_module(self, name: str) -> Any:
+        self.modules.add(name)
+        return cloudpickle.cloudpickle.subimport(name)
+
+    def _noted_function(self, code: CodeType, *rest: Any) -> Any:
+        self.modules |= _imports_in(code)
+        return cloudpickle.cloudpickle._make_function(code, *rest)
+
+
+def _imports_in(code: CodeType) -> set[str]:
+    """What `import` statements inside a function name; a relative one is left to its package."""
+    names: set[str] = set()
+    base = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            base = instruction.argval
+            names.add(base)
+        elif instruction.opname == "IMPORT_FROM":
+            names.add(f"{base}.{instruction.argval}")
+    return names.union(*map(_imports_in, _inner_codes(code)))
 
 
 def called(value: Any) -> str:
@@ -124,5 +168,8 @@ def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).union(*map(_global_names, inner))
+    return set(code.co_names).union(*map(_global_names, _inner_codes(code)))
+
+
+def _inner_codes(code: CodeType) -> list[CodeType]:
+    return [const for const in code.co_consts if isinstance(const, CodeType)]

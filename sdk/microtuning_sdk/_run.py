@@ -135,8 +135,8 @@ class Run:
         return metrics_in(event for line in lines if (event := line.event))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The registered checkpoints, oldest first."""
-        return self.stage.runs.checkpoints(self.run_id)
+        """The registered checkpoints, oldest first; RunNotFound when there is no such run."""
+        return self.stage.runs.checkpoints(self.record.run_id)
 
     def cost(self) -> Cost:
         """What the ledger says; amounts of an attempt that still runs are estimates."""

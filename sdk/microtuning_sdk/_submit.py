@@ -10,9 +10,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 
-from microtuning_core.aws.errors import code_of
 from microtuning_core.domain.errors import Problem, StageUnreachable, SubmitRefused
 from microtuning_core.domain.layout import receipt_key, spec_key
 from microtuning_core.domain.names import slug
@@ -49,7 +49,7 @@ def submit(stage: Stage, draft: Draft, say: Callable[[str], None]) -> Submitted:
         put_missing(stage, draft.parcels, say)
         file = f"{slug(draft.spec.name)}-{uuid.uuid4().hex[:12]}.yaml"
         etag = _put_spec(stage, spec_key(tenant, file), draft.text.encode())
-    except ClientError as error:
+    except (ClientError, S3UploadFailedError) as error:
         raise _cannot_upload(stage, error) from error
     except KeyboardInterrupt:
         say("interrupted before the spec was put: nothing was started")
@@ -105,8 +105,8 @@ def run_id_in(receipt: Any, etag: str) -> str | None:
     return str(receipt["run_id"])
 
 
-def _cannot_upload(stage: Stage, error: ClientError) -> StageUnreachable:
-    if code_of(error) == "NoSuchBucket":
+def _cannot_upload(stage: Stage, error: Exception) -> StageUnreachable:
+    if "NoSuchBucket" in str(error):
         local = (
             "Run `microtuning local up`." if stage.is_local else f"Deploy it: cdk deploy -c stage={stage.names.stage}."
         )

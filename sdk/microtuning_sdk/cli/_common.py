@@ -1,0 +1,58 @@
+"""What several groups share: options, and output as JSON or as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from microtuning_core.domain.run import RunStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from microtuning_core.domain.run import Run
+
+
+def add_verb(
+    verbs: Any, name: str, verb: Callable[[argparse.Namespace], int | None], help_text: str
+) -> argparse.ArgumentParser:
+    """A verb with its help; a sentence, shown in the list of verbs and above the verb's own options."""
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=help_text, description=help_text)
+    parser.set_defaults(verb=verb)
+    return parser
+
+
+def add_stage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stage", help="the deployment to use (default: $MICROTUNING_STAGE, else local)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON; its keys never change their meaning")
+
+
+def add_run_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_id", metavar="RUN", help="the run's id, as `runs list` shows it")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=1))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table without frames; never cut off, so that ids can be copied."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*("-" if cell is None or cell == "" else str(cell) for cell in row))
+    console = Console(markup=False, highlight=False)
+    console.print(table, soft_wrap=True, crop=False) if rows else console.print("none yet")
+
+
+def exit_status(run: Run) -> int:
+    """0 for a run that completed or goes on, 1 for a failed, 3 for a stopped one."""
+    return {RunStatus.FAILED: 1, RunStatus.STOPPED: 3}.get(run.status, 0)

@@ -1,0 +1,94 @@
+"""`microtuning runs list | show | logs | wait | cancel`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from microtuning_sdk import _views
+from microtuning_sdk._connection import DEFAULT_TENANT, connect
+from microtuning_sdk._run import Run
+from microtuning_sdk.cli._common import (
+    add_json,
+    add_run_id,
+    add_stage,
+    add_verb,
+    exit_status,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_parsers(verbs: Any) -> None:
+    group = verbs.add_parser(
+        "runs", help="List, show, follow and stop runs.", description="List, show, follow and stop runs."
+    )
+    inner = group.add_subparsers(title="verbs", metavar="VERB", required=True)
+    listing = add_verb(inner, "list", list_runs, "List the runs of a tenant, newest first.")
+    listing.add_argument("--tenant", default=DEFAULT_TENANT, help="whose runs (default: %(default)s)")
+    listing.add_argument("--limit", type=int, default=50, help="how many at most (default: %(default)s)")
+    show = add_verb(inner, "show", show_run, "Show a run: attempts, checkpoints, metrics, cost, execution.")
+    logs = add_verb(inner, "logs", show_logs, "Print the log lines of a run's attempts, in order.")
+    logs.add_argument("--follow", action="store_true", help="go on until the run is over")
+    wait = add_verb(inner, "wait", wait_for_run, "Follow a run to its end, on from the last line seen here.")
+    wait.add_argument("--timeout", type=float, metavar="SECONDS", help="give up waiting after this time")
+    cancel = add_verb(inner, "cancel", cancel_run, "Stop a run; it saves a checkpoint first.")
+    for parser in (show, logs, wait, cancel):
+        add_run_id(parser)
+    for parser in (listing, show, wait, cancel):
+        add_json(parser)
+    for parser in (listing, show, logs, wait, cancel):
+        add_stage(parser)
+
+
+def list_runs(arguments: argparse.Namespace) -> None:
+    view = _views.runs_view(connect(arguments.stage).runs.list_runs(arguments.tenant, arguments.limit))
+    if arguments.json:
+        return print_json(view)
+    columns = ("run_id", "status", "created_at", "cost_usd", "reason")
+    return print_table(columns, [[row[column] for column in columns] for row in view["runs"]])
+
+
+def show_run(arguments: argparse.Namespace) -> None:
+    view = Run(arguments.run_id, arguments.stage).view()
+    if arguments.json:
+        return print_json(view)
+    print(f"{view['run_id']}  {view['status']}" + (f": {view['reason']}" if view["reason"] else ""))
+    columns = ("attempt", "instance_type", "spot", "outcome", "failure_class", "billed_s", "recoveries")
+    rows = [[len(row[c]) if c == "recoveries" else row[c] for c in columns] for row in view["attempts"]]
+    print_table(columns, rows)
+    for name in ("first", "last"):
+        print(f"metrics {name}: " + ", ".join(f"{key} {value}" for key, value in view["metrics"][name].items()))
+    print("checkpoints: " + ", ".join(f"step {each['step']}" for each in view["checkpoints"]))
+    print(f"cost: {view['cost']['amount_usd']} USD ({view['cost']['state']})")
+    print(f"execution: {view['execution_arn']}")
+    return None
+
+
+def show_logs(arguments: argparse.Namespace) -> int:
+    try:
+        for line in Run(arguments.run_id, arguments.stage).logs(follow=arguments.follow):
+            print(line, flush=arguments.follow)
+    except KeyboardInterrupt:
+        pass  # the reader has seen enough; the run is not touched
+    return 0
+
+
+def wait_for_run(arguments: argparse.Namespace) -> int:
+    run = Run(arguments.run_id, arguments.stage)
+    ended = run.wait(arguments.timeout, logs=not arguments.json)
+    if arguments.json:
+        print_json(run.view())
+    return exit_status(ended)
+
+
+def cancel_run(arguments: argparse.Namespace) -> None:
+    run = Run(arguments.run_id, arguments.stage)
+    status = run.status
+    run.cancel()
+    if arguments.json:
+        return print_json({"run_id": run.run_id, "status": status})
+    return print(f"asked to stop {run.run_id}; see it end with: microtuning runs wait {run.run_id}", file=sys.stderr)
