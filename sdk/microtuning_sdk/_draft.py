@@ -221,5 +221,5 @@ def _does_not_fit(spec: RunSpec, shape: ModelShape | None) -> list[Problem]:
     try:
         choose_plan(request_for(spec, shape), [])
     except MicrotuningError as error:
-        return [Problem("compute", f"{error.message} {error.next_step}".strip())]
+        return [Problem("compute", f"{error.message} {error.next_step}".strip(" ."))]
     return []
