@@ -211,6 +211,8 @@ def prepare_environment(job: Job) -> None:
     from .sagemaker_env import derive
 
     os.environ.update(derive(job.tree, {}, arguments=[]))
+    # Threads that spin while they wait slow a step twentyfold where other work shares the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
