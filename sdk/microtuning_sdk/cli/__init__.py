@@ -19,7 +19,6 @@ from microtuning_core.domain.errors import (
     InvalidSpec,
     MicrotuningError,
     NothingFits,
-    RunFailed,
     RunNotFound,
     RunStopped,
     SubmitRefused,
@@ -64,4 +63,4 @@ def status_of(error: MicrotuningError) -> int:
     return USAGE if isinstance(error, _MISTAKES) else FAILED
 
 
-__all__ = ["FAILED", "INTERRUPTED", "STOPPED", "SUCCESS", "USAGE", "RunFailed", "main", "status_of"]
+__all__ = ["FAILED", "INTERRUPTED", "STOPPED", "SUCCESS", "USAGE", "main", "status_of"]
