@@ -29,6 +29,7 @@ LOCAL_SETTINGS = {
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCloud]:
     """The local cloud with the kept template deployed. Afterwards nothing of it is left: no process, no file."""
     from microtuning_local import cloud as local
+    from microtuning_local.home import read_endpoint
     from microtuning_local.processes import group_members
 
     with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +38,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCloud]:
             patch.setenv(name, os.environ.get(name, value))
         running = local.up()
         yield running
-        endpoint = local.read_endpoint(running.home)
+        endpoint = read_endpoint(running.home)
         assert endpoint is not None
         groups = [endpoint.emulator_pid, endpoint.sagemaker_pid]
         local.down()

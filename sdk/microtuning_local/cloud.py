@@ -245,9 +245,13 @@ def known_endpoint() -> Endpoint:
 
 def invoke(endpoint: Endpoint, function: str, event: dict[str, Any]) -> dict[str, Any]:
     """Invoke one of the stage's functions and wait for its answer."""
-    reply = root_client(endpoint, "lambda").invoke(
-        FunctionName=f"microtuning-{STAGE}-{function.replace('_', '-')}", Payload=json.dumps(event).encode()
-    )
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    name = f"microtuning-{STAGE}-{function.replace('_', '-')}"
+    try:
+        reply = root_client(endpoint, "lambda").invoke(FunctionName=name, Payload=json.dumps(event).encode())
+    except (BotoCoreError, ClientError) as error:
+        raise LocalCloudError(f"The function {function} could not be invoked: {error}.") from error
     payload = json.loads(reply["Payload"].read() or b"null")
     if reply.get("FunctionError"):
         raise LocalCloudError(f"The function {function} failed: {payload}.", log_path=str(local_home().logs))
@@ -278,5 +282,5 @@ def warm(endpoint: Endpoint, functions: list[str]) -> None:
     for name in functions:
         try:
             invoke(endpoint, name, {"microtuning": "warm"})
-        except (LocalCloudError, OSError) as error:  # only a chance is lost: the first real event starts the worker
+        except LocalCloudError as error:  # only a chance is lost: the first real event starts the worker
             log.debug("%s was not warmed: %s", name, error)

@@ -12,6 +12,7 @@ import io
 import json
 import time
 import zipfile
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from microtuning_core.domain.errors import LocalCloudError
 from microtuning_local.clients import root_client
 from microtuning_local.home import STAGE
+from microtuning_local.rescue import objects_set_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,7 +135,8 @@ def deploy(endpoint: Endpoint, template: dict[str, Any], functions: Path | None 
     if stack and is_current(stack, deployment.fingerprint):
         return False
     url = upload(endpoint, deployment)
-    apply(cloudformation, stack, url, wanted, deployment.fingerprint)
+    with nullcontext() if stack else objects_set_aside(endpoint):
+        apply(cloudformation, stack, url, wanted, deployment.fingerprint)
     return True
 
 
@@ -146,7 +149,8 @@ def upload(endpoint: Endpoint, deployment: Deployment) -> str:
     """Put assets and template into CDK's bootstrap bucket; returns the TemplateURL."""
     s3 = root_client(endpoint, "s3")
     bucket = f"cdk-hnb659fds-assets-{endpoint.account}-{endpoint.region}"
-    s3.create_bucket(Bucket=bucket)
+    with suppress(s3.exceptions.BucketAlreadyOwnedByYou):
+        s3.create_bucket(Bucket=bucket)
     for key, body in deployment.assets.items():
         s3.put_object(Bucket=bucket, Key=key, Body=body)
     key = f"{STACK}-{deployment.fingerprint[:16]}.json"

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.cloud
 TINY_CONTAINER = Path(__file__).with_name("tiny_container.py")
 ROLE = "local-cloud-tests-job"
 BUCKET = "local-cloud-tests"
+STAGE_BUCKET = "microtuning-local-000000000000-us-east-1"
 
 HANDLER = """
 import json, os
@@ -108,6 +109,30 @@ def small_template() -> dict[str, Any]:
             "Machine": {"Type": "AWS::StepFunctions::StateMachine", "Properties": machine},
         },
     }
+
+
+def with_bucket_and_rule() -> dict[str, Any]:
+    """The small template with the stage's bucket, whose new objects are told to a queue."""
+    template = small_template()
+    pattern = {"source": ["aws.s3"], "detail-type": ["Object Created"]}
+    allowed = {"Effect": "Allow", "Principal": "*", "Action": "sqs:SendMessage", "Resource": arn("Heard")}
+    rule = {
+        "Name": "microtuning-local-specs",
+        "EventPattern": pattern,
+        "Targets": [{"Id": "queue", "Arn": arn("Heard")}],
+    }
+    bucket = {
+        "BucketName": STAGE_BUCKET,
+        "NotificationConfiguration": {"EventBridgeConfiguration": {"EventBridgeEnabled": True}},
+    }
+    policy = {"Queues": [{"Ref": "Heard"}], "PolicyDocument": {"Version": "2012-10-17", "Statement": [allowed]}}
+    template["Resources"] |= {
+        "Bucket": {"Type": "AWS::S3::Bucket", "Properties": bucket},
+        "Heard": {"Type": "AWS::SQS::Queue", "Properties": {"QueueName": "heard"}},
+        "HeardPolicy": {"Type": "AWS::SQS::QueuePolicy", "Properties": policy},
+        "Rule": {"Type": "AWS::Events::Rule", "Properties": rule},
+    }
+    return template
 
 
 def write_function(folder: Path, greeting: str) -> Path:
@@ -242,6 +267,26 @@ def test_a_killed_emulator_is_started_again_on_its_port(own_home: home.Home) -> 
     assert again.endpoint.endpoint_url == cloud.endpoint.endpoint_url
     assert again.endpoint.emulator_pid != cloud.endpoint.emulator_pid
     assert again.endpoint.sagemaker_pid == cloud.endpoint.sagemaker_pid
+
+
+def test_after_a_crash_the_objects_are_in_the_new_stacks_bucket_and_start_nothing_again(
+    own_home: home.Home, tmp_path: Path
+) -> None:
+    functions, template, bucket = write_function(tmp_path / "functions", "hello"), with_bucket_and_rule(), STAGE_BUCKET
+    cloud = local.up(template=template, functions=functions)
+    s3, sqs = cloud.client("s3"), cloud.client("sqs")
+    s3.put_object(Bucket=bucket, Key="tenants/a/specs/x.yaml", Body=b"spec")
+    url = sqs.get_queue_url(QueueName="heard")["QueueUrl"]
+    assert sqs.receive_message(QueueUrl=url, WaitTimeSeconds=5)["Messages"]
+    assert cloud.endpoint.emulator_pid
+    os.kill(cloud.endpoint.emulator_pid, signal.SIGKILL)
+    assert wait_until(lambda: started_at(cloud.endpoint.emulator_pid or 0) is None, timeout_s=5)
+
+    again = local.up(template=template, functions=functions)
+    assert again.client("s3").get_object(Bucket=bucket, Key="tenants/a/specs/x.yaml")["Body"].read() == b"spec"
+    assert "Messages" not in again.client("sqs").receive_message(QueueUrl=url, WaitTimeSeconds=2)
+    again.client("s3").put_object(Bucket=bucket, Key="tenants/a/specs/y.yaml", Body=b"spec")
+    assert again.client("sqs").receive_message(QueueUrl=url, WaitTimeSeconds=5)["Messages"]
 
 
 def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(own_home: home.Home) -> None:
