@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
-PLAIN_EVERY_S = 2.0
+PLAIN_EVERY_S = 5.0
 _SHOWN_METRICS = ("reward", "accuracy", "loss", "warm_loss")
 
 
@@ -47,7 +47,8 @@ class Display:
         self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, transient=True, refresh_per_second=4)
         self._is_live = self._console.is_terminal or self._console.is_jupyter
-        self._last_line, self._last_at = "", 0.0
+        self._last: tuple[Any, ...] = ()
+        self._last_at = 0.0
 
     def __enter__(self) -> Display:
         if self._is_live:
@@ -65,13 +66,14 @@ class Display:
         self._console.print(Text(text))
 
     def standing(self, standing: Standing, *, now: bool = False) -> None:
-        """The moving line; where nothing can move, at most one line every two seconds, and none twice."""
-        line = standing_line(standing)
+        """The moving line; where nothing can move, at most one line every five seconds, and only of something new."""
         if self._is_live:
-            self._live.update(Text(line))
-        elif line != self._last_line and (now or time.monotonic() - self._last_at >= PLAIN_EVERY_S):
-            self._last_line, self._last_at = line, time.monotonic()
-            self.say(line)
+            self._live.update(Text(standing_line(standing)))
+            return
+        what = (standing.status, standing.metrics.get("step"), standing.metrics.get("warm_step"))
+        if what != self._last and (now or time.monotonic() - self._last_at >= PLAIN_EVERY_S):
+            self._last, self._last_at = what, time.monotonic()
+            self.say(standing_line(standing))
 
 
 def standing_line(standing: Standing) -> str:
