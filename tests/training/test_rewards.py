@@ -1,0 +1,226 @@
+"""Asking the user's reward function in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from training_container.failures import UserFailure
+from training_container.reward_worker import Refusal, accepted, as_rewards, call_reward
+from training_container.rewards import Question, RewardFunction, Scores
+
+CASES = Path(__file__).parents[1] / "cases"
+
+
+def asked(*completions: str, **columns: list[Any]) -> Question:
+    return Question(["q"] * len(completions), list(completions), [[7]] * len(completions), columns)
+
+
+Ask = Callable[..., Scores]
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Iterator[Ask]:
+    """Scores of completions by `entry` of this source, in a real reward process."""
+    opened: list[RewardFunction] = []
+
+    def score(source: str, question: Question, *, entry: str = "user:score", limit_s: float = 20, step: int = 1) -> Scores:
+        (tmp_path / "user.py").write_text(source, encoding="utf-8")
+        reward = RewardFunction(entry, tmp_path, time_limit_s=limit_s)
+        opened.append(reward)
+        return reward.__enter__().score(question, step=step)
+
+    yield score
+    for reward in opened:
+        reward.close()
+
+
+def read_case(name: str) -> str:
+    return (CASES / name).read_text("utf-8")
+
+
+# --- what comes back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "counts"),
+    [
+        ("some_none", [1.0, None, 0.0, None], {"reward_abstained": 2}),
+        ("all_none", [None] * 4, {"reward_abstained": 4}),
+        ("has_nan", [1.0, None, 0.0, 0.5], {"reward_not_finite": 1}),
+        ("has_inf", [None, 0.0, None, 1.0], {"reward_not_finite": 2}),
+        ("ints_bools", [1.0, 1.0, 0.0, 0.0], {}),
+        ("np_scalars", [1.0, 0.0, 1.0, 1.0], {}),
+        ("np_array", [0.0, 1.0, 2.0, 3.0], {}),
+        ("generator", [1.0, 2.0, 3.0, 4.0], {}),
+    ],
+)
+def test_every_odd_return_of_the_zoo_is_a_number_or_counted(name: str, values: Any, counts: dict[str, int], ask: Ask) -> None:
+    scores = ask(read_case("c15_reward_zoo.py"), asked("a", "bb", "ccc", "dddd"), entry=f"user:{name}")
+    assert [None if math.isnan(value) else value for value in scores.values] == values
+    assert scores.counts() == counts
+    json.dumps({"reward": scores.values}, allow_nan=True)
+
+
+def test_a_text_among_the_rewards_is_refused_by_its_index(ask: Ask) -> None:
+    with pytest.raises(UserFailure, match=r"user:exotic: reward 2 is a str \('0.5'\), not a number"):
+        ask(read_case("c15_reward_zoo.py"), asked("a", "b", "c", "d"), entry="user:exotic")
+
+
+def test_decimals_fractions_and_scalar_arrays_count_as_numbers_and_lists_do_not() -> None:
+    import numpy as np
+    import torch
+    from decimal import Decimal
+    from fractions import Fraction
+
+    assert as_rewards([Decimal("0.5"), Fraction(1, 4), np.array(2.0), torch.tensor(3)], 4) == [0.5, 0.25, 2.0, 3.0]
+    assert as_rewards(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
+    for odd in ([1.0], np.array([1.0]), 1j, b"1", {}, object()):
+        with pytest.raises(Refusal, match="reward 1 is a"):
+            as_rewards([0.0, odd], 2)
+
+
+@pytest.mark.parametrize("returned", [3.0, None, "1234", {"a": 1}, {1.0}])
+def test_what_is_no_list_is_refused_and_never_spread_over_all_completions(returned: Any) -> None:
+    with pytest.raises(Refusal, match="return one number"):
+        as_rewards(returned, 4)
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_a_wrong_number_of_rewards_is_refused_with_both_numbers(count: int) -> None:
+    with pytest.raises(Refusal, match=f"returned {count} rewards for 4 completions"):
+        as_rewards([0.0] * count, 4)
+
+
+# --- how it is called ------------------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_only_the_arguments_its_signature_takes() -> None:
+    given = {"prompts": ["q"], "completions": ["c"], "completion_ids": [[1]], "answer": ["a"]}
+    assert accepted(lambda completions, answer: 0, given) == {"completions": ["c"], "answer": ["a"]}
+    assert accepted(lambda **columns: 0, given) == given
+    assert accepted(functools.partial(lambda completions, bonus: 0, bonus=1), given) == {"completions": ["c"]}
+
+
+def test_a_function_that_asks_for_a_column_the_rows_lack_is_told_which_they_have() -> None:
+    with pytest.raises(Refusal, match="asks for 'solution', and the rows have answer, completions"):
+        accepted(lambda completions, solution: 0, {"completions": [], "answer": []})
+
+
+def test_an_async_function_is_awaited() -> None:
+    async def score(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    assert call_reward(score, {"completions": ["a", "bb"]}, seed=0) == [1.0, 2.0]
+
+
+def test_columns_and_ids_reach_the_function_one_entry_a_completion(ask: Ask) -> None:
+    source = "def score(prompts, completions, completion_ids, answer):\n    return [float(c == a) + i[0] for c, a, i in zip(completions, answer, completion_ids)]\n"
+    assert ask(source, asked("4", "5", answer=["4", "4"])).values == [8.0, 7.0]
+
+
+def test_a_reward_with_chance_in_it_gives_the_same_numbers_for_the_same_step(ask: Ask) -> None:
+    source = "import random\ndef score(completions, **kw):\n    return [random.random() for _ in completions]\n"
+    first, again, other = (ask(source, asked("a", "b"), step=step).values for step in (3, 3, 4))
+    assert first == again != other
+
+
+def test_what_the_function_prints_disturbs_nothing(ask: Ask, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ask("def score(completions, **kw):\n    print('hello')\n    return [1.0]\n", asked("a")).values == [1.0]
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_with_a_sigalrm_limit_of_its_own_scores_as_when_called_directly(ask: Ask) -> None:
+    assert ask(read_case("c17_reward_alarm.py"), asked("4", "4", "5", "4")).values == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_the_one_completion_that_hangs_is_found_counted_and_the_others_keep_their_scores(ask: Ask) -> None:
+    began_s = time.monotonic()
+    scores = ask(read_case("c18_reward_hang.py"), asked("aaa", "b", "a" * 40 + "!", "aa"), limit_s=2)
+    assert time.monotonic() - began_s < 6
+    assert [None if math.isnan(value) else value for value in scores.values] == [1.0, 0.0, None, 1.0]
+    assert scores.counts() == {"reward_timed_out": 1}
+
+
+def test_a_function_that_hangs_on_everything_ends_the_run_at_the_third_step(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text("import time\ndef score(**kw):\n    time.sleep(60)\n", encoding="utf-8")
+    began_s = time.monotonic()
+    with RewardFunction("user:score", tmp_path, time_limit_s=0.4) as reward:
+        assert reward.score(asked("a", "b"), step=1).timed_out == 2
+        assert reward.score(asked("a", "b"), step=2).timed_out == 2
+        with pytest.raises(UserFailure, match=r"user:score gave no score within reward.time_limit_s = 0.4 s in 3 steps"):
+            reward.score(asked("a", "b"), step=3)
+    assert time.monotonic() - began_s < 15
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_ends_with_the_users_file_and_line_and_its_traceback_on_stderr(ask: Ask, tmp_path: Path, capfd: Any) -> None:
+    source = "def helper(text):\n    return int(text)\n\ndef score(completions, **kw):\n    return [helper(c) for c in completions]\n"
+    with pytest.raises(UserFailure, match="ValueError: invalid literal for int") as failure:
+        ask(source, asked("x"))
+    assert (failure.value.file, failure.value.line) == (str(tmp_path / "user.py"), 2)
+    assert "return int(text)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(:\n", "SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def other(): pass\n", "user has no 'score'"),
+        ("score = 4\n", "it is a int, not a function"),
+        ("def score(**kw):\n    raise SystemExit(3)\n", "SystemExit: 3"),
+        ("import os\ndef score(**kw):\n    os._exit(3)\n", r"ended by itself \(exit status 3\)"),
+        ("import os\ndef score(**kw):\n    os.abort()\n", r"ended by itself \(signal 6\)"),
+    ],
+)
+def test_code_that_cannot_score_ends_as_the_users_failure(source: str, message: str, ask: Ask) -> None:
+    with pytest.raises(UserFailure, match=message):
+        ask(source, asked("a"))
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+
+def closures() -> Any:
+    spec = importlib.util.spec_from_file_location("c19_reward_closures", CASES / "c19_reward_closures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["make", "by_lambda", "by_partial", "by_object"])
+def test_a_pickled_closure_lambda_partial_or_object_scores_as_it_does_here(name: str, tmp_path: Path) -> None:
+    module = closures()
+    function = module.make(0.5) if name == "make" else getattr(module, name)
+    (tmp_path / "reward.pkl").write_bytes(cloudpickle.dumps(function))
+    (tmp_path / "code.json").write_text(json.dumps({"python": f"{sys.version_info.major}.{sys.version_info.minor}"}))
+    with RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20) as reward:
+        assert reward.score(asked("a", "bb"), step=1).values == [float(value) for value in function(completions=["a", "bb"])]
+
+
+def test_a_pickle_of_another_python_is_refused_and_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "reward.pkl").write_bytes(b"this would fail to load")
+    (tmp_path / "code.json").write_text('{"python": "3.9.1"}', encoding="utf-8")
+    reward = RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20)
+    with pytest.raises(UserFailure, match=r"pickled by Python 3\.9\.1 and the job runs Python 3\.1"):
+        reward.__enter__()
