@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
     from microtuning_local.cloud import LocalCloud
 
-TINY_CONTAINER = Path(__file__).parent / "integration" / "tiny_container.py"
+INTEGRATION = Path(__file__).parent / "integration"
+IMAGES = {"local/tiny:1": "tiny_container.py", "local/fast:1": "fast_container.py"}
 
-# Settings of the local SageMaker under test: a container of a few lines, and a grace time one can wait for.
+# Settings of the local SageMaker under test: containers of a few lines, and a grace time one can wait for.
 LOCAL_SETTINGS = {
-    "MICROTUNING_LOCAL_IMAGES": json.dumps({"local/tiny:1": [sys.executable, str(TINY_CONTAINER)]}),
+    "MICROTUNING_LOCAL_IMAGES": json.dumps({uri: [sys.executable, str(INTEGRATION / file)] for uri, file in IMAGES.items()}),
     "MICROTUNING_LOCAL_STOP_GRACE_S": "1.5",
     "MICROTUNING_LOCAL_MACHINES": "3",
 }
