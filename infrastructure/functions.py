@@ -17,10 +17,7 @@ from constructs import Construct
 from infrastructure.bundles import stage_function
 from infrastructure.grants import GRANTS, Grant, policy, receive_from, write_own_logs
 from infrastructure.names import (
-    BUCKET,
-    JOB_ROLE_ARN,
     KEY_ARN,
-    PREFIX,
     construct_id,
     function_name,
     resolved_environment,
@@ -93,17 +90,11 @@ FUNCTIONS = (
 )
 COMMON_GRANTS = ("use-key", "trace")
 
-# The environment of every function. The state machine by its literal name: it names functions itself.
+# The environment of every function. Account and region are read from the machine's ARN, and from them and the stage every
+# other name follows (core.domain.names). The ARN is literal: the machine names functions itself.
 ENVIRONMENT = {
     "MICROTUNING_STAGE": "${Stage}",
-    "MICROTUNING_ACCOUNT": "${AWS::AccountId}",
-    "MICROTUNING_BUCKET": BUCKET,
-    "RUNS_TABLE": f"{PREFIX}-runs",
-    "LEDGER_TABLE": f"{PREFIX}-ledger",
-    "TENANTS_TABLE": f"{PREFIX}-tenants",
-    "IDEMPOTENCY_TABLE": f"{PREFIX}-idempotency",
     "STATE_MACHINE_ARN": state_machine_arn(),
-    "JOB_ROLE_ARN": JOB_ROLE_ARN,
     "KMS_KEY_ARN": KEY_ARN,
     "MAX_RUNNING_RUNS": "${MaxRunningRuns}",
     "POWERTOOLS_METRICS_NAMESPACE": "Microtuning",
