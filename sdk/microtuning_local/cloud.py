@@ -78,18 +78,21 @@ def up(*, template: dict[str, Any] | None = None, functions: Path | None = None)
         before = read_endpoint(home)
         endpoint = start(home, before)
         wanted = template or deploy.kept_template()
+        stamp = "" if template else deploy.sources_stamp()
         changed = wanted is not None and deploy.deploy(endpoint, wanted, functions)
+        endpoint = replace(endpoint, deployed=stamp)
+        write_endpoint(home, endpoint)
     cloud = LocalCloud(endpoint, home)
-    if changed or endpoint != before:
+    if changed or before is None or not is_same_run(before, endpoint):
         wake(cloud, take_up_runs=before is not None)
     return cloud
 
 
 def ensure_up() -> LocalCloud:
-    """The running cloud, or a new one. Quick when it runs: two health questions, no deployment."""
+    """The running cloud, or a new one. Quick when it runs and no source has changed since it was deployed."""
     home = local_home()
     endpoint = read_endpoint(home)
-    if endpoint and is_running(endpoint):
+    if endpoint and is_running(endpoint) and endpoint.deployed in ("", deploy.sources_stamp()):
         return LocalCloud(endpoint, home)
     return up()
 
@@ -226,6 +229,11 @@ def is_running(endpoint: Endpoint) -> bool:
         and emulator.is_healthy(endpoint)
         and sagemaker.is_healthy(endpoint)
     )
+
+
+def is_same_run(before: Endpoint, endpoint: Endpoint) -> bool:
+    """Whether neither process was started anew."""
+    return replace(before, deployed="") == replace(endpoint, deployed="")
 
 
 def emulator_runs(endpoint: Endpoint) -> bool:

@@ -2,7 +2,7 @@
 
 endpoint.json   addresses, process ids, the token of the admin endpoint (readable by its owner only)
 state/ s3/      the emulator's tables and objects
-jobs/<job>/     record.json and the /opt/ml trees of each training job
+jobs/<job>/     record.json of each training job; its /opt/ml tree while it runs, and after it failed
 logs/           emulator.log, sagemaker.log
 tmp/            temporary folder of both processes; emptied by `down`
 lock            held while somebody starts or stops the cloud
@@ -80,7 +80,10 @@ def local_home() -> Home:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """endpoint.json: where the cloud listens. A pid is known by its start time too, since pids are used again."""
+    """endpoint.json: where the cloud listens, and the stamp of the sources that were deployed there.
+
+    A pid is known by its start time too, since pids are used again.
+    """
 
     endpoint_url: str
     sagemaker_url: str
@@ -91,6 +94,7 @@ class Endpoint:
     emulator_started: str | None = None
     sagemaker_pid: int | None = None
     sagemaker_started: str | None = None
+    deployed: str = ""
 
     @property
     def port(self) -> int:

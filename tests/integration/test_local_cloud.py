@@ -185,9 +185,7 @@ def job_process(cloud: LocalCloud, name: str) -> tuple[int, str]:
 
 def test_a_deployed_cloud_keeps_everything_over_down_and_up(own_home: home.Home, tmp_path: Path) -> None:
     functions = write_function(tmp_path / "functions", "hello")
-    began = time.monotonic()
     first = local.up(template=small_template(), functions=functions)
-    assert time.monotonic() - began < 5
     assert local.invoke(first.endpoint, "greet", {})["greeting"] == "hello"
     first.client("s3").create_bucket(Bucket=BUCKET)
     first.client("s3").put_object(Bucket=BUCKET, Key="k", Body=b"kept")
@@ -250,12 +248,22 @@ def test_a_running_cloud_is_found_quickly_and_by_another_process(own_home: home.
     cloud = local.up()
     began = time.monotonic()
     assert local.ensure_up() == cloud
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 3  # 0.01 s on a quiet machine; a start takes longer than this
     code = "from microtuning_local import cloud; print(cloud.ensure_up().endpoint.emulator_pid)"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert int(told.stdout) == cloud.endpoint.emulator_pid
+
+
+def test_changed_sources_are_deployed_before_the_next_run(own_home: home.Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.up()
+    monkeypatch.setattr(deploy, "kept_template", lambda: {"Resources": {"Q": {"Type": "AWS::SQS::Queue"}}})
+    local.ensure_up()
+    assert local.status().stack is None
+    monkeypatch.setattr(deploy, "sources_stamp", lambda: "another")
+    local.ensure_up()
+    assert local.status().stack == "CREATE_COMPLETE"
 
 
 def test_a_killed_emulator_is_started_again_on_its_port(own_home: home.Home) -> None:
@@ -301,7 +309,7 @@ def test_a_job_in_flight_at_a_restart_has_failed_and_its_checkpoint_was_kept(own
     cloud = local.up()
     start_job(cloud, "in-flight", "count_up")
     pid, started = job_process(cloud, "in-flight")
-    time.sleep(0.5)
+    assert wait_until((cloud.home.jobs / "in-flight/ml/checkpoints/step-1/manifest.json").exists, timeout_s=10)
     local.down()
     assert not is_same_process(pid, started)
     told = describe(local.up(), "in-flight")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +14,10 @@ from microtuning_local.sagemaker.faults import Faults, FaultSpec
 from microtuning_local.sagemaker.locations import Location, parse_location, path_of_key
 from microtuning_local.sagemaker.machine import algorithm_error
 from microtuning_local.sagemaker.pool import Pool
+from microtuning_local.sagemaker.sync import CheckpointMirror
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROLE = "arn:aws:iam::000000000000:role/microtuning-local-job"
 
@@ -217,6 +222,46 @@ def test_a_long_failure_text_gives_way_to_the_exit_code() -> None:
     assert len(reason) == 1024
     assert reason.startswith("AlgorithmError: xxx")
     assert reason.endswith(", exit code: 137")
+
+
+class RecordingS3:
+    """Remembers the keys it was given, in order; `on_upload` may do something first, as a job would meanwhile."""
+
+    def __init__(self, on_upload: Callable[[str], None] = lambda key: None) -> None:
+        self.keys: list[str] = []
+        self.on_upload = on_upload
+
+    def upload_file(self, path: str, bucket: str, key: str, **_: Any) -> None:
+        self.on_upload(key)
+        Path(path).read_bytes()
+        self.keys.append(key)
+
+
+def write_checkpoint(folder: Path, step: int) -> None:
+    (folder / f"step-{step}").mkdir()
+    for name in ("manifest.json", "a.bin", "z.bin", ".hidden", "half.tmp"):
+        (folder / f"step-{step}" / name).write_text(name)
+
+
+def test_a_manifest_is_mirrored_after_the_files_beside_it(tmp_path: Path) -> None:
+    mirror = CheckpointMirror(s3 := RecordingS3(), tmp_path, Location("b", "l01/"))
+    write_checkpoint(tmp_path, 1)
+    mirror.sweep()
+    assert s3.keys == ["l01/step-1/a.bin", "l01/step-1/z.bin", "l01/step-1/manifest.json"]
+    mirror.sweep()
+    assert len(s3.keys) == 3
+    (tmp_path / "step-1" / "a.bin").write_text("changed")
+    mirror.sweep()
+    assert s3.keys[3:] == ["l01/step-1/a.bin"]
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_gets_no_manifest(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2)
+    gone = tmp_path / "step-1" / "z.bin"
+    s3 = RecordingS3(lambda key: gone.unlink(missing_ok=True))
+    CheckpointMirror(s3, tmp_path, Location("b", "l01/")).sweep()
+    assert s3.keys == ["l01/step-1/a.bin", "l01/step-2/a.bin", "l01/step-2/z.bin", "l01/step-2/manifest.json"]
 
 
 def test_a_refusal_is_given_as_often_as_asked() -> None:

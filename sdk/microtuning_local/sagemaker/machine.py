@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
@@ -108,6 +109,7 @@ class JobRun:
             self._fail(records.INTERNAL_ERROR)
         finally:
             self.account.tokens.pop(self.token, None)
+            self._clean_up()
 
     def _once(self) -> Ending | None:
         """One try on one set of machines. Returns why it ended; the job is terminal unless it was reclaimed."""
@@ -141,7 +143,7 @@ class JobRun:
         taken = pool.take(types, count) if not pool.waiting else None
         if taken is None:
             self._become("InProgress", "Pending")
-            taken = pool.wait(types, count, give_up=lambda: self.control.ending() is not None or self._waited_enough())
+            taken = pool.wait(types, count, give_up=lambda: self.control.ends_waiting or self._waited_enough())
         if taken is None:
             self._end_without_machines()
         elif self.job.request["ResourceConfig"].get("InstancePreferences"):
@@ -149,13 +151,8 @@ class JobRun:
         return taken
 
     def _end_without_machines(self) -> None:
-        match self.control.ending():
-            case "server_ends":
-                return
-            case "stop":
-                self._become("Stopped", "Stopped")
-            case _:
-                self._become("Stopped", "MaxWaitTimeExceeded")
+        if not self.control.server_ends:
+            self._become("Stopped", "Stopped" if self.control.stop else "MaxWaitTimeExceeded")
 
     def _hosts(self) -> list[Host]:
         """algo-1 has its tree in jobs/<job>/ml; a second host in ml-algo-2, and so on."""
@@ -408,6 +405,12 @@ class JobRun:
             return self.session.client(service)
         except rules.Refusal as refusal:
             raise Failure(f"ClientError: {refusal.message}") from refusal
+
+    def _clean_up(self) -> None:
+        """The disk goes with the machine; a failed job's stays, so that one can look at what it left."""
+        if self.job.status in ("Completed", "Stopped"):
+            for host in self._hosts():
+                shutil.rmtree(host.tree.root, ignore_errors=True)
 
     def _become(self, status: str, secondary: str) -> None:
         is_step_back = status == "InProgress" and self.job.status == "Stopping"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
@@ -84,6 +83,11 @@ class Control:
         )
         self.asked.set()
 
+    @property
+    def ends_waiting(self) -> bool:
+        """Whether a job that has no machine yet need not wait for one; there is nothing to take back then."""
+        return self.stop or self.server_ends
+
     def ending(self) -> Ending | None:
         """The strongest of what was asked."""
         if self.server_ends:
@@ -98,7 +102,3 @@ class Control:
         self.asked.clear()
         if self.ending():
             self.asked.set()
-
-
-def monotonic_deadline(seconds_from_now: float | None) -> float | None:
-    return None if seconds_from_now is None else time.monotonic() + seconds_from_now

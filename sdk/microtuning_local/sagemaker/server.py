@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 SHUTDOWN_S = 10.0
+HOLDING_MACHINES = ("Downloading", "Training")
 SIGNATURE = "AWS4-HMAC-SHA256"
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class Service:
     def reclaim(self, name: str) -> dict[str, Any]:
         """Take the machine of a running spot job."""
         job = self.account.jobs.get(name)
-        if not job.is_spot or job.is_terminal:
+        if not job.is_spot or job.secondary not in HOLDING_MACHINES:
             raise rules.validation(f"{name} is not a running spot job: only those are taken back.")
         self.runs[name].control.ask(reclaim=True)
         return {"job": name}
