@@ -119,7 +119,7 @@ def event_line(event: Event) -> str | None:
 
 def changes(before: Run | None, after: Run) -> list[str]:
     """What happened to the run between two looks at it, in words."""
-    return [*_attempt_changes(before, after), *_checkpoint_change(before, after), *_status_change(before, after)]
+    return [*_attempt_changes(before, after), *_checkpoint_change(before, after), *_waiting(before, after)]
 
 
 def _attempt_changes(before: Run | None, after: Run) -> list[str]:
@@ -151,14 +151,14 @@ def _checkpoint_change(before: Run | None, after: Run) -> list[str]:
     return [f"checkpoint at step {after.last_checkpoint.step}"]
 
 
-def _status_change(before: Run | None, after: Run) -> list[str]:
-    if before and (before.status, before.reason) == (after.status, after.reason):
-        return []
-    if after.status is RunStatus.QUEUED and after.reason:
-        return [f"waiting: {after.reason}"]
-    return (
-        [f"run {after.run_id} {after.status}" + (f": {after.reason}" if after.reason else "")] if after.is_final else []
-    )
+def _waiting(before: Run | None, after: Run) -> list[str]:
+    waits = after.status is RunStatus.QUEUED and after.reason
+    is_new = before is None or (before.status, before.reason) != (after.status, after.reason)
+    return [f"waiting: {after.reason}"] if waits and is_new else []
+
+
+def ending(run: Run) -> str:
+    return f"run {run.run_id} {run.status}" + (f": {run.reason}" if run.reason else "")
 
 
 def detached(run_id: str) -> str:

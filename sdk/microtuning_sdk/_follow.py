@@ -6,8 +6,8 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from microtuning_sdk._display import Display, Standing, changes, event_line
-from microtuning_sdk._logs import LogTail, forget_cursor, load_cursor, save_cursor
+from microtuning_sdk._display import Display, Standing, changes, ending, event_line
+from microtuning_sdk._logs import LogTail, load_cursor, save_cursor
 from microtuning_sdk._views import spent_usd
 
 if TYPE_CHECKING:
@@ -34,12 +34,9 @@ def follow(stage: Stage, run_id: str, timeout_s: float | None) -> Run:
     tail = LogTail(stage.cloudwatch_logs, load_cursor(stage, run_id))
     try:
         with Display() as display:
-            run = _follow(stage, run_id, give_up_at, tail, display)
-    except BaseException:
+            return _follow(stage, run_id, give_up_at, tail, display)
+    finally:
         save_cursor(stage, run_id, tail.cursor)
-        raise
-    forget_cursor(stage, run_id)
-    return run
 
 
 def _follow(stage: Stage, run_id: str, give_up_at: float | None, tail: LogTail, display: Display) -> Run:
@@ -50,13 +47,14 @@ def _follow(stage: Stage, run_id: str, give_up_at: float | None, tail: LogTail, 
         run = stage.runs.get(run_id)
         if run.is_final:
             time.sleep(_LAST_LINES_S)
-        for line in tail.read(attempt.job_name for attempt in run.attempts):
-            metrics = _show(line, metrics, display)
         for text in changes(seen, run):
             display.say(text)
+        for line in tail.read(attempt.job_name for attempt in run.attempts):
+            metrics = _show(line, metrics, display)
         metrics = metrics or dict(run.metrics.last)
         display.standing(Standing(run.status, metrics, spent_usd(run, datetime.now(UTC))), now=run.is_final)
         if run.is_final:
+            display.say(ending(run))
             return run
         seen = run
         _pause(stage, run_id, give_up_at)

@@ -132,10 +132,6 @@ def save_cursor(stage: Stage, run_id: str, cursor: Cursor) -> None:
     beside.replace(file)
 
 
-def forget_cursor(stage: Stage, run_id: str) -> None:
-    _cursor_file(stage, run_id).unlink(missing_ok=True)
-
-
 def _cursor_file(stage: Stage, run_id: str) -> Path:
     home = os.environ.get("MICROTUNING_HOME")
     folder = Path(home).expanduser() if home else Path.home() / ".microtuning"

@@ -8,8 +8,11 @@ To add a verb: `add_parsers` of its module, the heading in docs/cli.md (a test c
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
+
+from botocore.exceptions import BotoCoreError, ClientError
 
 from microtuning_core.domain.errors import (
     BudgetExceeded,
@@ -50,7 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MicrotuningError as error:
         print(f"microtuning: {error}", file=sys.stderr)
         return status_of(error)
-    except (TimeoutError, OSError) as error:
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; without this, Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SUCCESS
+    except (BotoCoreError, ClientError) as error:
+        print(f"microtuning: The stage did not do what was asked: {error} See `microtuning doctor`.", file=sys.stderr)
+        return FAILED
+    except OSError as error:
         print(f"microtuning: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

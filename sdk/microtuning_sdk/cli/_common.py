@@ -6,9 +6,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from microtuning_core.domain.run import RunStatus
 
 if TYPE_CHECKING:
@@ -43,14 +40,18 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table without frames; never cut off, so that ids can be copied."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*("-" if cell is None or cell == "" else str(cell) for cell in row))
-    console = Console(markup=False, highlight=False)
-    console.print(table, soft_wrap=True, crop=False) if rows else console.print("none yet")
+    """Columns by blanks, as wide as what is in them: nothing is cut off, so that ids can be copied."""
+    if not rows:
+        print("none yet")
+        return
+    texts = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for line in texts:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)
 
 
 def exit_status(run: Run) -> int:

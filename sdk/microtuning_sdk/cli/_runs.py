@@ -21,6 +21,8 @@ from microtuning_sdk.cli._common import (
 if TYPE_CHECKING:
     import argparse
 
+_SHOWN = ("reward", "accuracy", "loss")
+
 
 def add_parsers(verbs: Any) -> None:
     group = verbs.add_parser(
@@ -49,7 +51,13 @@ def list_runs(arguments: argparse.Namespace) -> None:
     if arguments.json:
         return print_json(view)
     columns = ("run_id", "status", "created_at", "cost_usd", "reason")
-    return print_table(columns, [[row[column] for column in columns] for row in view["runs"]])
+    return print_table(
+        columns, [[_seconds(row[c]) if c == "created_at" else row[c] for c in columns] for row in view["runs"]]
+    )
+
+
+def _seconds(time: str) -> str:
+    return f"{time[:19]}Z"
 
 
 def show_run(arguments: argparse.Namespace) -> None:
@@ -61,11 +69,16 @@ def show_run(arguments: argparse.Namespace) -> None:
     rows = [[len(row[c]) if c == "recoveries" else row[c] for c in columns] for row in view["attempts"]]
     print_table(columns, rows)
     for name in ("first", "last"):
-        print(f"metrics {name}: " + ", ".join(f"{key} {value}" for key, value in view["metrics"][name].items()))
+        print(f"metrics {name}: {_in_short(view['metrics'][name])}")
     print("checkpoints: " + ", ".join(f"step {each['step']}" for each in view["checkpoints"]))
     print(f"cost: {view['cost']['amount_usd']} USD ({view['cost']['state']})")
     print(f"execution: {view['execution_arn']}")
     return None
+
+
+def _in_short(metrics: dict[str, float | None]) -> str:
+    shown = {name: value for name, value in metrics.items() if value is not None and name.endswith(_SHOWN)}
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items()) or "none yet"
 
 
 def show_logs(arguments: argparse.Namespace) -> int:

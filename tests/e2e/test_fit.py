@@ -1,0 +1,105 @@
+"""fit() end to end, and how a run says that it failed or was stopped."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from microtuning_core.domain.errors import InvalidCode, RunFailed, RunStopped
+from microtuning_sdk import Run, SFTTrainer, Stage, cli
+
+from .conftest import PATIENCE_S, an_rl_trainer, slowly, sort_rows, wait_for_step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def finished(stage: Stage) -> Run:
+    """One RL run of four steps, with a warm start, by fit()."""
+    warm = {"data": sort_rows(64, 1), "steps": 3, "batch_size": 8}
+    trainer = an_rl_trainer(stage, name="sort digits", warm_start=warm)
+    return trainer.fit(sort_rows(8), sort_rows(8, 2), epochs=1, batch_size=8)
+
+
+def test_fit_trains_and_leaves_metrics_checkpoints_cost_and_a_model(finished: Run, tmp_path: Path) -> None:
+    view = finished.view()
+    assert (view["status"], len(view["attempts"]), view["attempts"][0]["outcome"]) == ("completed", 1, "completed")
+    assert [each["step"] for each in finished.metrics() if "warm_step" not in each] == [1, 2, 3, 4]
+    assert view["checkpoints"][-1]["step"] == 4
+    assert {"eval_accuracy", "eval_reward"} <= view["metrics"]["first"].keys() & view["metrics"]["last"].keys()
+    assert finished.cost().state == "final"
+    assert finished.cost().total_usd > Decimal(0)
+    assert finished.record.model_version == "sort-digits/v0001"
+    folder = finished.model.download(tmp_path / "model")
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+
+
+def test_every_log_line_is_there_once_and_in_order(finished: Run) -> None:
+    events = [json.loads(line) for line in finished.logs() if line.startswith('{"event"')]
+    times = [event["time"] for event in events]
+    assert times == sorted(times)
+    steps = [event["step"] for event in events if event["event"] == "metrics" and "warm_step" not in event]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_the_commands_show_the_run_as_json(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for command in (
+        ["runs", "list"],
+        ["runs", "show", finished.run_id],
+        ["cost", finished.run_id],
+        ["checkpoints", finished.run_id],
+    ):
+        assert cli.main([*command, "--json", "--stage", "local"]) == 0
+        shown[" ".join(command[:2])] = json.loads(capsys.readouterr().out)
+    assert finished.run_id in [run["run_id"] for run in shown["runs list"]["runs"]]
+    assert shown["runs show"] == finished.view()
+    assert Decimal(shown[f"cost {finished.run_id}"]["total_usd"]) == finished.cost().total_usd
+
+
+def test_a_reward_that_raises_fails_the_run_with_the_users_error_and_no_second_attempt(stage: Stage) -> None:
+    def broken(completions: list[str]) -> list[float]:
+        raise ValueError("the reward has no answer")
+
+    with pytest.raises(RunFailed, match="the reward has no answer") as failed:
+        an_rl_trainer(stage, reward_func=broken, name="broken reward").fit(sort_rows(8), batch_size=8)
+    run = Run(failed.value.run_id, stage)
+    (attempt,) = run.view()["attempts"]
+    assert (attempt["outcome"], attempt["failure_class"]) == ("failed", "user")
+    assert any("Traceback" in line or "ValueError" in line for line in run.logs())
+
+
+def test_a_cancelled_run_is_stopped_and_wait_returns(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    run = an_rl_trainer(stage, reward_func=slowly, name="to be stopped").fit(
+        sort_rows(64), batch_size=8, epochs=50, wait=False, logs=True
+    )
+    wait_for_step(run, 2)
+    run.cancel()
+    assert run.wait(PATIENCE_S).status == "stopped"
+    with pytest.raises(RunStopped, match="was stopped"):
+        run.raise_if_unsuccessful()
+    assert cli.main(["runs", "wait", run.run_id, "--stage", "local"]) == 3
+
+
+def test_nothing_is_uploaded_for_a_reward_that_cannot_travel(stage: Stage) -> None:
+    import threading
+
+    lock = threading.Lock()
+    before = sorted(each.key for each in stage.objects.walk("tenants/default/"))
+    with pytest.raises(InvalidCode, match=r"captures 'lock', a _thread\.lock"):
+        an_rl_trainer(stage, reward_func=lambda completions: [0.0 for _ in completions if lock]).fit(sort_rows(9))
+    assert sorted(each.key for each in stage.objects.walk("tenants/default/")) == before
+
+
+def test_supervised_rows_from_a_foreign_bucket_are_copied_with_the_callers_rights(stage: Stage) -> None:
+    stage.s3.create_bucket(Bucket="somebody-elses-data")
+    body = "".join(json.dumps(row) + "\n" for row in sort_rows(16)).encode()
+    stage.s3.put_object(Bucket="somebody-elses-data", Key="parts/a.jsonl", Body=body)
+    trainer = SFTTrainer("Transformer", stage=stage, name="foreign data")
+    run = trainer.fit("s3://somebody-elses-data/parts/", sort_rows(4), batch_size=8, epochs=1)
+    assert run.record.spec.data.train.startswith(f"s3://{stage.bucket}/tenants/default/datasets/")
+    assert run.status == "completed"

@@ -1,0 +1,89 @@
+"""A run whose worker is killed, or whose spot machine is taken away, ends with the same bits as one left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from microtuning_local import cloud as local
+
+from .conftest import PATIENCE_S, an_rl_trainer, slowly, sort_rows, wait_for_step
+
+if TYPE_CHECKING:
+    from microtuning_sdk import Run, Stage
+
+
+def begun(stage: Stage, name: str, *, spot: bool) -> Run:
+    """Sixteen steps of half a second, a checkpoint at every second one; always the same seed."""
+    trainer = an_rl_trainer(stage, name=name, reward_func=slowly, seed=7, compute={"spot": spot})
+    return trainer.fit(sort_rows(32), sort_rows(8, 2), epochs=1, batch_size=8, wait=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = begun(stage, "left alone", spot=False)
+    return weights_of(run, tmp_path_factory.mktemp("undisturbed"))
+
+
+def weights_of(run: Run, folder: Path) -> str:
+    """sha256 of the final weights of a run that completes."""
+    record = run.wait(PATIENCE_S)
+    assert record.status == "completed", record.reason
+    return hashlib.sha256((run.model.download(folder) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def workers_of(job_name: str) -> list[int]:
+    """The training process of a job: the child of its supervisor, which is the first process of the job."""
+    job = {pid: parent for pid, parent, environment in processes() if f"TRAINING_JOB_NAME={job_name}" in environment}
+    supervisors = [pid for pid, parent in job.items() if parent not in job]
+    return [pid for pid, parent in job.items() if parent in supervisors]
+
+
+def processes() -> list[tuple[int, int, list[str]]]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue  # it ended meanwhile, or is not ours
+        found.append((int(folder.name), parent, environment))
+    return found
+
+
+def test_a_worker_killed_in_mid_run_changes_no_bit_of_the_result(
+    stage: Stage, undisturbed: str, tmp_path: Path
+) -> None:
+    run = begun(stage, "killed", spot=False)
+    wait_for_step(run, 5)
+    (attempt,) = run.record.attempts
+    workers = workers_of(attempt.job_name)
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert weights_of(run, tmp_path) == undisturbed
+    assert len(run.record.attempts) == 1
+    assert run.record.attempts[0].recoveries
+    assert [event["step"] for event in run.metrics()] == list(range(1, 17))
+
+
+def test_a_reclaimed_spot_machine_is_recovered_in_the_same_job_with_the_same_bits(
+    stage: Stage, undisturbed: str, tmp_path: Path
+) -> None:
+    run = begun(stage, "reclaimed", spot=True)
+    wait_for_step(run, 5)
+    local.reclaim(run.record.attempts[0].job_name)
+    assert weights_of(run, tmp_path) == undisturbed
+    (attempt,) = run.record.attempts
+    assert attempt.plan.spot
+    assert [recovery.cause for recovery in attempt.recoveries]
+    assert attempt.billed_s is not None
+    assert attempt.training_s is not None
+    assert attempt.billed_s < attempt.training_s
