@@ -39,7 +39,7 @@ def handle_messages(
         return {}
 
     def one(record: SQSRecord) -> None:
-        body = json.loads(record.body)
+        body = _json_object(record.body)
         try:
             process(body, record)
         except Exception as error:
@@ -49,6 +49,15 @@ def handle_messages(
     metrics.add_metric(name="Messages", unit=MetricUnit.Count, value=len(event["Records"]))
     processor = BatchProcessor(event_type=EventType.SQS, raise_on_entire_batch_failure=False)
     return dict(process_partial_response(event, one, processor, context))
+
+
+def _json_object(text: str) -> Body:
+    """What is no JSON object fails where a field of it is wanted, and ends in the dead-letter queue with its text."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    return body if isinstance(body, dict) else {"unreadable": text}
 
 
 def is_warm_up(event: dict[str, Any]) -> bool:

@@ -16,7 +16,12 @@ from microtuning_core.usecases.admit import admit
 @metrics.log_metrics
 @logger.inject_lambda_context
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
-    return handle_messages(event, context, _process, lambda body: body["input"].get("run_id"))
+    return handle_messages(event, context, _process, _run_of)
+
+
+def _run_of(body: Body) -> str | None:
+    state = body["input"]
+    return state.get("run_id") if isinstance(state, dict) else None
 
 
 def _process(body: Body, record: SQSRecord) -> None:

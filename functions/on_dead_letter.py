@@ -23,4 +23,11 @@ def _process(body: Body, record: SQSRecord) -> None:
     queue = record.event_source_arn.rsplit(":", 1)[-1]
     queue = queue.removeprefix(f"{environment().names.stack}-").removesuffix("-dlq")
     metrics.add_metric(name="DeadLetters", unit=MetricUnit.Count, value=1)
-    logger.error("dead letter", extra={"queue": queue, "body": body, "done": bury(services(), queue, body)})
+    logger.error("dead letter", extra={"queue": queue, "body": body, "done": _bury(queue, body)})
+
+
+def _bury(queue: str, body: Body) -> str:
+    try:
+        return bury(services(), queue, body)
+    except (LookupError, TypeError, ValueError) as error:  # a body of no shape we know; trying again would not help
+        return f"nothing: {type(error).__name__}: {error}"

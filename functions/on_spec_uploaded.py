@@ -10,6 +10,7 @@ from aws_lambda_powertools.utilities.idempotency import (
     IdempotencyConfig,
     idempotent_function,
 )
+from aws_lambda_powertools.utilities.idempotency.exceptions import IdempotencyValidationError
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -56,7 +57,11 @@ def _submit_once(identity: dict[str, str], key: SpecKey, created: ObjectCreated,
     def submit(*, upload: dict[str, str]) -> str | None:
         return submit_upload(services(), key.tenant, key.file, created.etag, created.sequencer, created.time)
 
-    run_id = submit(upload=identity)
+    try:
+        run_id = submit(upload=identity)
+    except IdempotencyValidationError:  # never gets better, and the receipt answers the upload that was first
+        logger.error("another body under the identity of an upload that was answered", extra=identity)
+        return
     logger.info("spec answered", extra={"key": created.key, "run_id": run_id})
 
 

@@ -20,7 +20,9 @@ IMAGES = {"local/tiny:1": "tiny_container.py", "local/fast:1": "fast_container.p
 
 # Settings of the local SageMaker under test: containers of a few lines, and a grace time one can wait for.
 LOCAL_SETTINGS = {
-    "MICROTUNING_LOCAL_IMAGES": json.dumps({uri: [sys.executable, str(INTEGRATION / file)] for uri, file in IMAGES.items()}),
+    "MICROTUNING_LOCAL_IMAGES": json.dumps(
+        {uri: [sys.executable, str(INTEGRATION / file)] for uri, file in IMAGES.items()}
+    ),
     "MICROTUNING_LOCAL_STOP_GRACE_S": "1.5",
     "MICROTUNING_LOCAL_MACHINES": "3",
 }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from microtuning_core.aws.admissions import AdmissionStore
 from microtuning_core.domain.job import job_facts
 from microtuning_core.domain.layout import command_key, receipt_key, spec_key
 from microtuning_core.domain.names import StackNames
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from microtuning_core.domain.job import JobFacts
+    from microtuning_core.domain.settle import WaitingState
     from microtuning_local.cloud import LocalCloud
 
 FAST_IMAGE = "local/fast:1"
@@ -242,6 +244,52 @@ class StageUnderTest:
             sqs.set_queue_attributes(QueueUrl=url, Attributes=before)
 
     @contextmanager
+    def held_back(self, queue: str) -> Iterator[None]:
+        """Nobody reads the queue meanwhile."""
+        functions, arn = self.client("lambda"), f"arn:aws:sqs:us-east-1:000000000000:{self.names.stack}-{queue}"
+        (mapping,) = functions.list_event_source_mappings(EventSourceArn=arn)["EventSourceMappings"]
+        functions.update_event_source_mapping(UUID=mapping["UUID"], Enabled=False)
+        try:
+            yield
+        finally:
+            functions.update_event_source_mapping(UUID=mapping["UUID"], Enabled=True)
+
+    def peek(self, queue: str) -> str:
+        """The body of the next message of a queue that is held back; it stays there."""
+
+        def message() -> str | None:
+            url = self.queue_url(queue)
+            answer = self.client("sqs").receive_message(QueueUrl=url, VisibilityTimeout=0, WaitTimeSeconds=1)
+            return next((each["Body"] for each in answer.get("Messages", [])), None)
+
+        body: str = until(message, f"nothing came into {queue}")
+        return body
+
+    def drained(self, queue: str) -> None:
+        names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+
+        def empty() -> bool:
+            answer = self.client("sqs").get_queue_attributes(QueueUrl=self.queue_url(queue), AttributeNames=names)
+            return all(answer["Attributes"][name] == "0" for name in names)
+
+        until(empty, f"{queue} is not empty")
+
+    def waiting(self, run_id: str, execution: str = "") -> list[WaitingState]:
+        """The states of the machine that wait for the run, of one execution or of all."""
+        return [each for each in self.services.runs.tokens(run_id) if execution in ("", each.execution)]
+
+    def object_event(self, key: str, etag: str, sequencer: str = "0065A1B2", size: int = 100) -> dict[str, Any]:
+        """ "Object Created" as EventBridge carries it."""
+        stored = {"key": key, "etag": etag, "size": size, "sequencer": sequencer}
+        detail = {"bucket": {"name": self.names.bucket}, "object": stored}
+        return {"source": "aws.s3", "detail-type": "Object Created", "time": "2026-01-02T03:04:05Z", "detail": detail}
+
+    def job_event(self, job_name: str, status: str = "Completed", secondary: str = "Completed") -> dict[str, Any]:
+        detail = {"TrainingJobName": job_name, "TrainingJobStatus": status, "SecondaryStatus": secondary}
+        kind = "SageMaker Training Job State Change"
+        return {"source": "local.sagemaker", "detail-type": kind, "time": "2026-01-02T03:04:05Z", "detail": detail}
+
+    @contextmanager
     def without_grant(self, role_arn: str, sid: str) -> Iterator[None]:
         """The role's policy without the statement of that Sid."""
         iam, role = self.client("iam"), role_arn.rsplit("/", 1)[1]
@@ -266,7 +314,8 @@ def stage(cloud: LocalCloud) -> Iterator[StageUnderTest]:
     """The session's cloud, whose jobs run the fast container while the tests of one file last."""
     functions, name = cloud.client("lambda"), StageUnderTest.names.function("launch_training")
     variables = functions.get_function_configuration(FunctionName=name)["Environment"]["Variables"]
-    fast = {"Variables": variables | {"TRAINING_IMAGE_URI": FAST_IMAGE}}
+    # Two tries of a call: what a queue tries again must not be hidden behind boto3's own patience.
+    fast = {"Variables": variables | {"TRAINING_IMAGE_URI": FAST_IMAGE, "AWS_MAX_ATTEMPTS": "2"}}
     functions.update_function_configuration(FunctionName=name, Environment=fast)
     yield StageUnderTest(cloud)
     functions.update_function_configuration(FunctionName=name, Environment={"Variables": variables})
@@ -277,3 +326,18 @@ def faults(cloud: LocalCloud) -> Iterator[Callable[[dict[str, Any]], Any]]:
     """Faults of the local SageMaker, gone after the test."""
     yield local.faults
     local.faults({})
+
+
+@pytest.fixture
+def own_admissions(cloud: LocalCloud) -> Iterator[AdmissionStore]:
+    """Slots and queue in a table that only this test uses."""
+    dynamodb, table = cloud.client("dynamodb"), f"tests-{uuid.uuid4().hex[:8]}"
+    keys = [("pk", "HASH"), ("sk", "RANGE")]
+    dynamodb.create_table(
+        TableName=table,
+        KeySchema=[{"AttributeName": name, "KeyType": kind} for name, kind in keys],
+        AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for name, _ in keys],
+        BillingMode="PAY_PER_REQUEST",
+    )
+    yield AdmissionStore(dynamodb, table)
+    dynamodb.delete_table(TableName=table)

@@ -30,8 +30,14 @@ class ObjectStore:
 
     def read(self, key: str) -> bytes | None:
         """The object's bytes, or None when there is none."""
+        found = self.read_with_etag(key)
+        return None if found is None else found[0]
+
+    def read_with_etag(self, key: str) -> tuple[bytes, str] | None:
+        """The object's bytes and its etag, without quotes."""
         try:
-            return self._s3.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            answer = self._s3.get_object(Bucket=self.bucket, Key=key)
+            return answer["Body"].read(), answer["ETag"].strip('"')
         except ClientError as error:
             if is_missing(error):
                 return None
@@ -69,6 +75,10 @@ class ObjectStore:
     def delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):  # the service's limit for one call
             chunk = keys[start : start + 1000]
-            self._s3.delete_objects(
+            answer = self._s3.delete_objects(
                 Bucket=self.bucket, Delete={"Objects": [{"Key": key} for key in chunk], "Quiet": True}
             )
+            # The call itself succeeds even where every single deletion was refused.
+            for refused in answer.get("Errors", [])[:1]:
+                code, message = refused.get("Code", ""), refused.get("Message", "")
+                raise ClientError({"Error": {"Code": code, "Message": message}}, "DeleteObjects")

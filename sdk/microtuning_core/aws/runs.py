@@ -4,7 +4,7 @@
     TENANT#t#RUN#<run_id>     META                        the Run record as JSON, its status, name, times and revision
     TENANT#t#RUN#<run_id>     CHECKPOINT#<ll>#<step>      a registered checkpoint
     TENANT#t#RUN#<run_id>     EVENT#<time>#<kind>         what happened, for people
-    TENANT#t#RUN#<run_id>     TOKEN                       the state of the machine that waits, and its token
+    TENANT#t#RUN#<run_id>     TOKEN#<hash>                a state of the machine that waits, and its token
     TENANT#t#OPEN             <run_id>                    there while the run or its costs are not final
 
 The table decides, S3 remembers: a write goes to the table under the condition that the revision is the one that was read,
@@ -13,6 +13,7 @@ then the same JSON goes to S3. Whoever loses the condition reads again and decid
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -148,25 +149,16 @@ class RunStore:
         return [json.loads(item["record"]["S"]) for item in self._query(_pk(run_id), "EVENT#")]
 
     def put_token(self, run_id: str, waiting: WaitingState) -> None:
-        self._put(run_id, "TOKEN", {"record": {"S": json.dumps(waiting.__dict__)}, "token": {"S": waiting.token}})
+        """Each token has an item of its own: a message that comes twice must not push out the state that waits now."""
+        self._put(run_id, _token_sk(waiting.token), {"record": {"S": json.dumps(waiting.__dict__)}})
 
-    def token(self, run_id: str) -> WaitingState | None:
-        item = self._item(run_id, "TOKEN")
-        return None if item is None else WaitingState(**json.loads(item["record"]["S"]))
+    def tokens(self, run_id: str) -> list[WaitingState]:
+        return [WaitingState(**json.loads(item["record"]["S"])) for item in self._query(_pk(run_id), "TOKEN#")]
 
     def delete_token(self, run_id: str, token: str) -> None:
-        """Forgets a token that was answered; a newer one stays."""
-        try:
-            self._dynamodb.delete_item(
-                TableName=self._table,
-                Key={"pk": {"S": _pk(run_id)}, "sk": {"S": "TOKEN"}},
-                ConditionExpression="#token = :token",
-                ExpressionAttributeNames={"#token": "token"},
-                ExpressionAttributeValues={":token": {"S": token}},
-            )
-        except ClientError as error:
-            if not lost_condition(error):
-                raise
+        """Forgets a token that was answered."""
+        key = {"pk": {"S": _pk(run_id)}, "sk": {"S": _token_sk(token)}}
+        self._dynamodb.delete_item(TableName=self._table, Key=key)
 
     def put_checkpoint(self, manifest: CheckpointManifest) -> None:
         prefix = step_prefix(manifest.run_id, manifest.lineage, manifest.step)
@@ -226,6 +218,10 @@ class RunStore:
 
 def _pk(run_id: str) -> str:
     return f"TENANT#{parse_run_id(run_id).tenant}#RUN#{run_id}"
+
+
+def _token_sk(token: str) -> str:
+    return f"TOKEN#{hashlib.sha256(token.encode()).hexdigest()[:32]}"
 
 
 def _checkpoint_sk(lineage: int, step: int) -> str:

@@ -118,11 +118,14 @@ class SpecKey:
 
 
 def parse_spec_key(key: str) -> SpecKey | None:
-    """None for whatever is not a spec: folder markers, hidden files, other folders, other endings."""
+    """None for whatever is not a spec: folder markers, hidden files, other folders, other endings, no such tenant."""
     match = _SPEC.fullmatch(key)
     if not match or match["file"].startswith(".") or not match["file"].endswith(_SPEC_SUFFIXES):
         return None
-    return SpecKey(check_tenant(match["tenant"]), match["file"])
+    try:
+        return SpecKey(check_tenant(match["tenant"]), match["file"])
+    except InvalidName:  # a folder that no tenant can have: nobody could read a receipt there
+        return None
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,7 @@ class Run(Record):
     ended_at: UtcTime | None = None
     not_before: UtcTime | None = None
     waiting_for_capacity_since: UtcTime | None = None
+    waited_for_capacity_s: int = 0  # in earlier waits, each ended by a machine
     execution: str
     executions: int = 1
     lineage: int = 1
@@ -166,6 +167,10 @@ class Run(Record):
     def costs_are_final(self) -> bool:
         """Whether every attempt that became a job has its final amount in the ledger."""
         return all(each.cost_state == "final" for each in self.attempts if each.launched_at)
+
+    def waits_out(self, now: datetime) -> bool:
+        """It found no capacity and gave its slot back; it may have one again only from `not_before` on."""
+        return self.status == RunStatus.QUEUED and self.not_before is not None and self.not_before > now
 
     @property
     def current(self) -> Attempt | None:

@@ -34,17 +34,29 @@ ExecutionStatus = Literal["RUNNING", "SUCCEEDED", "FAILED", "TIMED_OUT", "ABORTE
 
 
 @dataclass(frozen=True)
+class ExecutionFacts:
+    """How the execution of that name stands; of an earlier one of the run it is no news."""
+
+    name: str
+    status: ExecutionStatus
+
+
+@dataclass(frozen=True)
 class Facts:
-    """What is true now. None = was not asked, which never means "no"."""
+    """What is true now. None = was not asked, which never means "no".
+
+    `logs_asked`: whether `last_sign_at` None means that the job has written no log line. Silence is judged only then.
+    """
 
     now: datetime
     job: JobFacts | None = None
     job_is_missing: bool = False
     refusal: Failure | None = None
     command: Command | None = None
-    execution: ExecutionStatus | None = None
+    execution: ExecutionFacts | None = None
     newest_step: int | None = None
     last_sign_at: datetime | None = None
+    logs_asked: bool = False
     recoveries: tuple[Recovery, ...] = ()
 
 
@@ -111,7 +123,17 @@ def _see_job(run: Run, facts: Facts) -> Run:
         return run
     seen = run.with_current(started_at=facts.job.started_at, launched_at=attempt.launched_at or facts.job.created_at)
     seen = seen.with_current(recoveries=_recoveries(seen.current, facts))
+    seen = _see_machine(seen, facts.job)
     return _see_end(seen, facts.job, facts) if facts.job.is_terminal else seen
+
+
+def _see_machine(run: Run, job: JobFacts) -> Run:
+    """The wait for capacity ends with the machine; how long it was counts towards the deadline of all of them."""
+    since = run.waiting_for_capacity_since
+    if since is None or job.started_at is None:
+        return run
+    waited_s = max(0, int((job.started_at - since).total_seconds()))
+    return run.with_(waiting_for_capacity_since=None, waited_for_capacity_s=run.waited_for_capacity_s + waited_s)
 
 
 def _recoveries(attempt: Attempt | None, facts: Facts) -> tuple[Recovery, ...]:
@@ -135,7 +157,7 @@ def _interruptions(job: JobFacts | None) -> list[Recovery]:
 
 def _see_end(run: Run, job: JobFacts, facts: Facts) -> Run:
     if job.status == "Completed":
-        return _settle(run, "completed", facts).moved_to(RunStatus.EVALUATING, waiting_for_capacity_since=None)
+        return _settle(run, "completed", facts).moved_to(RunStatus.EVALUATING)
     attempt = run.current
     silent = attempt is not None and attempt.stop_cause == "silent"
     failure = _silence() if silent else classify_job(job)
@@ -189,10 +211,16 @@ def _after_failure(run: Run, failure: Failure, facts: Facts) -> Run:
             return _wait(run, failure, action, facts)
         case ActionKind.NEW_LINEAGE:
             return _recover(run, failure).with_(
-                lineage=run.lineage + 1, resume_from=run.last_checkpoint or run.resume_from, last_checkpoint=None
+                lineage=run.lineage + 1, resume_from=_newest_checkpoint(run), last_checkpoint=None
             )
         case _:
             return _recover(run, failure)
+
+
+def _newest_checkpoint(run: Run) -> CheckpointRef | None:
+    """Where the next lineage starts: the newest that the ended attempt left, registered already or not."""
+    step = run.current.checkpoint_step if run.current else None
+    return run.resume_from if step is None else CheckpointRef(lineage=run.lineage, step=step)
 
 
 def _recover(run: Run, failure: Failure) -> Run:
@@ -202,7 +230,8 @@ def _recover(run: Run, failure: Failure) -> Run:
 def _wait(run: Run, failure: Failure, action: Action, facts: Facts) -> Run:
     """Back to the queue, without the slot, until `not_before`; the deadline bounds all waiting of a run together."""
     since = run.waiting_for_capacity_since or facts.now
-    if facts.now - since >= timedelta(seconds=run.spec.compute.deadline_s):
+    waited = facts.now - since + timedelta(seconds=run.waited_for_capacity_s)
+    if waited >= timedelta(seconds=run.spec.compute.deadline_s):
         return _give_verdict(run, "failed", f"no capacity within compute.deadline_s: {failure.message}", failure)
     return run.moved_to(
         RunStatus.QUEUED,
@@ -257,7 +286,11 @@ def _notice_silence(run: Run, facts: Facts) -> Run:
     attempt, job = run.current, facts.job
     if attempt is None or attempt.is_settled or attempt.stop_cause or job is None or job.secondary != "Training":
         return run
-    signs = [job.started_at, facts.last_sign_at, run.liveness.at if run.liveness else None]
+    if not facts.logs_asked:
+        return run
+    # A machine that was given again has had no time yet to show a sign: each start of Training is one.
+    starts = [change.started_at for change in job.changes if change.status == "Training"]
+    signs = [job.started_at, *starts, facts.last_sign_at, run.liveness.at if run.liveness else None]
     last = max((sign for sign in signs if sign), default=None)
     longest_step_ms = run.liveness.longest_step_ms if run.liveness else 0
     limit = max(SILENT_AFTER, timedelta(milliseconds=SILENT_STEPS * longest_step_ms))
@@ -266,7 +299,8 @@ def _notice_silence(run: Run, facts: Facts) -> Run:
 
 def _take_up(run: Run, facts: Facts) -> Run:
     """An execution that died is taken up under the next name, unless the run only needs closing."""
-    if facts.execution not in _DEAD or run.verdict:
+    execution = facts.execution
+    if execution is None or execution.name != run.execution or execution.status not in _DEAD or run.verdict:
         return run
     if run.executions >= MAX_EXECUTIONS:
         return fail_run(run, f"its execution died {run.executions} times; see the Step Functions console")
@@ -278,8 +312,8 @@ def _actions(before: Run, run: Run, facts: Facts) -> tuple[SettleAction, ...]:
     actions: list[SettleAction] = [*_stops(run, facts)]
     if run.status == RunStatus.QUEUED and before.status != RunStatus.QUEUED and before.attempts:
         actions.append(ReleaseSlot())
-    dead = facts.execution in _DEAD or facts.execution == "MISSING"
-    if dead:
+    execution = facts.execution
+    if execution and execution.name == before.execution and execution.status in (*_DEAD, "MISSING"):
         actions.append(CloseRun() if run.verdict else StartExecution())
     return tuple(actions)
 
@@ -312,7 +346,8 @@ def answer(run: Run, waiting: WaitingState, *, holds_slot: bool) -> str | None:
     if run.is_final or run.verdict:
         return run.verdict or str(run.status)
     if waiting.state == "admit":
-        return "admitted" if holds_slot else None
+        # A run that has its slot and is still in the queue is about to be moved on by whoever gave it the slot.
+        return "admitted" if holds_slot and run.status != RunStatus.QUEUED else None
     attempt = run.current
     if attempt is None or waiting.attempt != attempt.attempt or not attempt.is_settled:
         return None

@@ -70,7 +70,7 @@ def with_progress(run: Run, progress: Progress) -> Run:
         metrics=RunMetrics(
             first=run.metrics.first or dict(progress.metrics.first),
             last=dict(progress.metrics.last),
-            eval_before=dict(progress.metrics.eval_before),
-            eval_after=dict(progress.metrics.eval_after),
+            eval_before=dict(progress.metrics.eval_before) or run.metrics.eval_before,
+            eval_after=dict(progress.metrics.eval_after) or run.metrics.eval_after,
         ),
     )

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from microtuning_core.domain.errors import InvalidName
-from microtuning_core.domain.names import parse_execution_name
+from microtuning_core.domain.names import parse_execution_name, parse_run_id
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import close
 
@@ -18,8 +18,8 @@ def close_run(services: Services, state: dict[str, Any], execution: str) -> dict
         state: the machine's state, with `error` {"Error", "Cause"} when a Task failed.
     """
     error = error_text(state.get("error"))
-    run_id = state.get("run_id") or _run_of(services, execution)
-    if run_id is None:  # a spec from the console that was refused never became a run
+    run_id = _known(services, str(state.get("run_id"))) or _run_of(services, execution)
+    if run_id is None:  # what was asked for in the console was refused and never became a run
         return {"run_id": "", "outcome": "failed", "reason": error or "no run was started"}
     run = close(services, run_id, error)
     return {"run_id": run_id, "outcome": str(run.status), "reason": run.reason or ""}
@@ -28,6 +28,14 @@ def close_run(services: Services, state: dict[str, Any], execution: str) -> dict
 def _run_of(services: Services, execution: str) -> str | None:
     try:
         run_id, _ = parse_execution_name(execution)
+    except InvalidName:
+        return None
+    return _known(services, run_id)
+
+
+def _known(services: Services, run_id: str) -> str | None:
+    try:
+        parse_run_id(run_id)
     except InvalidName:
         return None
     return run_id if services.runs.find(run_id) else None

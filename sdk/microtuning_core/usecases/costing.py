@@ -34,7 +34,9 @@ def _total_up(services: Services, run_id: str, number: int, cost_state: str) -> 
 
     def totalled(run: Run) -> Run:
         attempts = tuple(
-            each.model_copy(update={"cost_state": cost_state}) if each.attempt == number else each
+            each.model_copy(update={"cost_state": cost_state})
+            if each.attempt == number and each.cost_state != "final"  # a late estimate says nothing new
+            else each
             for each in run.attempts
         )
         return run.with_(cost_usd=total(run_entries(services, run)), attempts=attempts)

@@ -1,14 +1,17 @@
-"""A message that could not be delivered ends what waited for it, with the last error that its handler met."""
+"""A message that could not be delivered ends what waited for it, with the last error that its handler met.
+
+Nothing in a message may make this fail: whatever comes back from here is tried again for as long as the queue keeps it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from microtuning_core.domain.errors import InvalidName
 from microtuning_core.domain.events import objects_created
 from microtuning_core.domain.layout import parse_spec_key, receipt_key
-from microtuning_core.domain.settle import fail_run
+from microtuning_core.domain.names import parse_run_id
 from microtuning_core.usecases.services import Services
-from microtuning_core.usecases.settle import deliver
 
 
 def bury(services: Services, queue: str, body: dict[str, Any]) -> str:
@@ -26,19 +29,24 @@ def bury(services: Services, queue: str, body: dict[str, Any]) -> str:
 
 
 def _end_waiting(services: Services, queue: str, body: dict[str, Any]) -> str:
-    run_id = body.get("run_id") or body.get("input", {}).get("run_id")
-    run = services.runs.find(run_id) if run_id else None
-    if run is None:
-        services.executions.fail(body["token"], "Undeliverable", f"{queue} gave up on the message")
-        return "its state was told"
-    reason = f"{queue} gave up after several deliveries: {_last_error(services, run.run_id)}"
-    failed = services.runs.update(run.run_id, lambda run: fail_run(run, reason))
-    deliver(services, failed)
-    services.executions.fail(body["token"], "Undeliverable", failed.reason or reason)
-    return f"run {run.run_id} was failed"
+    """The state fails and its machine closes the run. Of a copy whose state has moved on nobody waits for the answer."""
+    reason = f"{queue} gave up after several deliveries: {_last_error(services, _run_id(body))}"
+    services.executions.fail(body["token"], "Undeliverable", reason)
+    return f"its state was told: {reason}"
 
 
-def _last_error(services: Services, run_id: str) -> str:
+def _run_id(body: dict[str, Any]) -> str | None:
+    state = body.get("input")
+    named = body.get("run_id") or (state.get("run_id") if isinstance(state, dict) else None)
+    try:
+        return parse_run_id(str(named)).run_id
+    except InvalidName:
+        return None
+
+
+def _last_error(services: Services, run_id: str | None) -> str:
+    if run_id is None:
+        return "it names no run"
     errors = [event["message"] for event in services.runs.events(run_id) if event["kind"] == "handler_error"]
     return errors[-1] if errors else "its handler left no error; see its log group"
 

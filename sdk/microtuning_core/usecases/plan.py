@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from microtuning_core.domain.cost import amount_usd
-from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem
+from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem, StaleRevision
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.layout import config_prefix
 from microtuning_core.domain.names import job_name
@@ -26,16 +26,28 @@ from microtuning_core.domain.spec import RunSpec, dump_spec
 from microtuning_core.usecases.services import Services
 
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
+_TRIES = 8
 
 
 def plan_attempt(services: Services, run_id: str) -> Run:
     """A new attempt where one is due; otherwise the run as it stands, whose state Train then reports.
 
-    Its files are written first, under the attempt's own number: written twice they are the same files.
+    Its files are written first, under the attempt's own number: written twice they are the same files. Planned again
+    while others (costs, signs of life) write to the run first.
     """
-    run = services.runs.get(run_id)
-    if run.verdict or run.status not in _PLANS_NOW:
-        return run
+    for _ in range(_TRIES):
+        run = services.runs.get(run_id)
+        if run.verdict or run.status not in _PLANS_NOW:
+            return run
+        try:
+            return _plan(services, run)
+        except StaleRevision:
+            continue
+    raise StaleRevision(run_id, run.revision)
+
+
+def _plan(services: Services, run: Run) -> Run:
+    run_id = run.run_id
     try:
         plan = choose_plan(plan_request(services, run.spec, spent_usd=_spent_usd(run)), history(run))
     except (NothingFits, BudgetExceeded, InvalidSpec) as error:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
-from microtuning_core.domain.run import Run, RunStatus
+from microtuning_core.domain.run import RunStatus
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.services import Services
-from microtuning_core.usecases.settle import grant_slots, settle
+from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def _collect(errors: list[Exception], name: str, step: Callable[[], None]) -> No
 def reconcile_run(services: Services, run_id: str) -> None:
     run = settle(services, run_id, ask_execution=True)
     for attempt in run.attempts:
-        if attempt.launched_at and attempt.is_settled and attempt.cost_state != "final":
+        over = attempt.is_settled or run.is_final
+        if attempt.launched_at and over and attempt.cost_state != "final":
             record_cost(services, attempt.job_name)
     run = services.runs.get(run_id)
     if services.runs.mirrored_revision(run_id) < run.revision:
@@ -56,11 +57,8 @@ def _reconcile_slots(services: Services) -> None:
     now = datetime.now(UTC)
     for run_id in services.admissions.slots().held:
         run = services.runs.find(run_id)
-        if run is None or run.is_final or _waits_out(run, now):
+        if run is None or run.is_final or run.waits_out(now):
             services.admissions.release(run_id)
+        elif run.status == RunStatus.QUEUED:  # it got the slot, and whoever gave it was gone before telling
+            begin_planning(services, run_id)
     grant_slots(services)
-
-
-def _waits_out(run: Run, now: datetime) -> bool:
-    """A run that waits for capacity gave its slot back; `grant` gives it one again only after `not_before`."""
-    return run.status == RunStatus.QUEUED and run.not_before is not None and run.not_before > now

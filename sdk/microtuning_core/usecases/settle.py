@@ -15,11 +15,13 @@ from microtuning_core.domain.manifest import MANIFEST_NAME, newest, step_of_fold
 from microtuning_core.domain.run import Attempt, Run, RunStatus
 from microtuning_core.domain.settle import (
     CloseRun,
+    ExecutionFacts,
     Facts,
     ReleaseSlot,
     SettleAction,
     StartExecution,
     StopJob,
+    WaitingState,
     answer,
     closed,
     decide,
@@ -74,9 +76,10 @@ def gather(
         job_is_missing=wanted and job is None,
         refusal=refusal,
         command=command,
-        execution=services.executions.status(run.execution) if ask_execution else None,
+        execution=ExecutionFacts(run.execution, services.executions.status(run.execution)) if ask_execution else None,
         newest_step=newest_whole_step(services, run) if ends else None,
         last_sign_at=services.logs.last_line_at(attempt.job_name) if attempt and training else None,
+        logs_asked=training,
     )
 
 
@@ -124,10 +127,15 @@ def perform(services: Services, run: Run, action: SettleAction) -> None:
 
 
 def deliver(services: Services, run: Run) -> None:
-    """Tells the state that waits for this run what it waits for, once that is known."""
-    waiting = services.runs.token(run.run_id)
-    if waiting is None:
-        return
+    """Tells every state that waits for this run what it waits for, once that is known.
+
+    More than one waits when a message came late or twice: its state is gone, and telling it changes nothing.
+    """
+    for waiting in services.runs.tokens(run.run_id):
+        _deliver_to(services, run, waiting)
+
+
+def _deliver_to(services: Services, run: Run, waiting: WaitingState) -> None:
     holds = waiting.state == "admit" and services.admissions.holds(run.run_id)
     word = answer(run, waiting, holds_slot=holds)
     if word is None:

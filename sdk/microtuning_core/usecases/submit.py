@@ -22,11 +22,17 @@ from microtuning_core.usecases.services import Services
 
 
 def submit_upload(services: Services, tenant: str, file: str, etag: str, sequencer: str, at: datetime) -> str | None:
-    """The run that an uploaded spec asked for; None when it was refused, and then the receipt says why."""
+    """The run that an uploaded spec asked for; None when it was refused, and then the receipt says why.
+
+    Also None when the file was replaced before it was read: one run a spec, and each the run of its own spec.
+    """
     key = spec_key(tenant, file)
-    body = services.objects.read(key)
-    if body is None:
+    stored = services.objects.read_with_etag(key)
+    if stored is None:
         raise MicrotuningError(f"The uploaded spec {key} is not there.", next_step="Upload it again.")
+    body, stored_etag = stored
+    if stored_etag != etag:
+        return None  # another spec was put under this name meanwhile; its own event asks for its run
     try:
         spec = checked_spec(services, tenant, body, file)
     except InvalidSpec as error:
