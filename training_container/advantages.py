@@ -1,7 +1,7 @@
 """How much better than its group a completion was.
 
-Axes: P prompts of a step, G completions of a prompt. A reward of NaN stands for "not scored": the reward function abstained,
-timed out, or returned something that is not finite. Such a member neither counts nor learns.
+Axes: P prompts of a step, G completions of a prompt. A reward of NaN stands for "not scored": the reward function
+abstained, timed out, or returned something that is not finite. Such a member neither counts nor learns.
 """
 
 from __future__ import annotations

@@ -70,9 +70,7 @@ def _seal(folder: Path, path: Path) -> CheckpointFile:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return CheckpointFile(
-        path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path)
-    )
+    return CheckpointFile(path=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
 def file_sha256(path: Path) -> str:

@@ -129,7 +129,7 @@ def truncate(example: Example, max_length: int) -> Example:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids with what the tokenizer puts at the start of a text (a BOS, say), but no end token of its own."""
-    ids = tokenizer(text)["input_ids"]
+    ids: list[int] = tokenizer(text)["input_ids"]
     return ids[:-1] if len(ids) > 0 and ids[-1] == tokenizer.eos_token_id else ids
 
 
@@ -168,13 +168,15 @@ def _messages(row: Row, messages: list[Any], tokenizer: Any) -> Example:
         trained = [bool(flag) for flag in marked["assistant_masks"]]
         return Example(list(marked["input_ids"]), [False, *trained[1:]])
     if messages[-1]["role"] != "assistant":
-        raise InvalidData(row.file, "its last message is not the assistant's, so there is nothing to learn", line=row.line)
+        raise InvalidData(
+            row.file, "its last message is not the assistant's, so there is nothing to learn", line=row.line
+        )
     return _chat(row, messages[:-1], messages[-1:], tokenizer)
 
 
 def chat_text(tokenizer: Any, messages: list[Any], *, ask: bool) -> str:
     """Messages through the model's own chat template; `ask` opens the assistant's next turn."""
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -213,5 +215,5 @@ def render_prompts(rows: Sequence[Row], tokenizer: Any, max_prompt_tokens: int) 
 def prompt_tokens(row: Row, tokenizer: Any) -> list[int]:
     if row.is_chat:
         text = chat_text(tokenizer, row.values["prompt"], ask=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return encode(tokenizer, row.values["prompt"])

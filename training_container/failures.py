@@ -99,7 +99,8 @@ def innermost_frame(error: BaseException, prefer: Path | None = None) -> tuple[s
     """(file, line) of the innermost frame, or of the innermost one under `prefer` when there is one."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = [frame for frame in frames if prefer and frame[0].startswith(str(prefer))]
-    return (own or frames or [None])[-1]
+    chosen = own or frames
+    return chosen[-1] if chosen else None
 
 
 def first_line(error: BaseException) -> str:

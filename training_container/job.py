@@ -79,7 +79,7 @@ def read_job(environment: Mapping[str, str]) -> Job:
 
 
 def unpack_code(tree: MlTree) -> None:
-    """Put the `code` channel (one code.zip, or a folder) into the tree's code folder, replacing what an earlier start left."""
+    """Put the `code` channel (one code.zip, or a folder) into the code folder, replacing what an earlier start left."""
     channel = tree.channel("code")
     if not channel.is_dir():
         return

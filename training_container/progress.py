@@ -1,4 +1,4 @@
-"""progress.json: written by rename, at most every ten seconds, and at once when something has changed that others wait for."""
+"""progress.json: written by rename, at most every ten seconds, and at once when others wait for what has changed."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ class ProgressWriter:
         self.restarts = list(earlier.restarts)
         self.first, self.last = dict(earlier.metrics.first), dict(earlier.metrics.last)
 
-    def write(
-        self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False
-    ) -> None:
+    def write(self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False) -> None:
         """Write when it is time, or `at_once`."""
         now_s = time.monotonic()
         if not at_once and now_s - self._written_at_s < self._every_s:

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,17 @@ def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None
     """(file, line) of the innermost frame in the code folder, else of the innermost outside installed packages."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(code)]
-    outside = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    chosen = (own or outside or frames or [None])[-1]
-    return (chosen.filename, chosen.lineno) if chosen else (None, None)
+    outside = [
+        frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+    ]
+    chosen = own or outside or frames
+    return (chosen[-1].filename, chosen[-1].lineno) if chosen else (None, None)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_reward(entry: str, code: Path) -> Reward:
+def load_reward(entry: str, code: Path) -> Any:
     """The function an entry names: "module:name", or "pickle:reward.pkl" as fit() wrote it."""
     sys.path.insert(0, str(code))
     kind, _, name = entry.partition(":")
@@ -100,7 +102,7 @@ def load_reward(entry: str, code: Path) -> Reward:
     return found
 
 
-def _unpickled(path: Path, code: Path) -> Reward:
+def _unpickled(path: Path, code: Path) -> Any:
     """Bytecode belongs to one minor version of Python; another would fail later, or crash."""
     import cloudpickle
 
@@ -172,7 +174,7 @@ def as_rewards(result: Any, count: int) -> list[float | None]:
     return [as_number(value, index) for index, value in enumerate(values)]
 
 
-def _iterated(result: Any) -> Iterable[Any]:
+def _iterated(result: Any) -> Iterator[Any]:
     try:
         return iter(result)
     except TypeError as error:  # an array without dimensions has __iter__ and refuses to use it
@@ -213,7 +215,8 @@ def receive(channel: socket.socket, *, deadline_s: float | None = None) -> dict[
         EOFError: the other side is gone. TimeoutError: nothing whole by `deadline_s` (time.monotonic()).
     """
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size, deadline_s))
-    return json.loads(_exactly(channel, length, deadline_s))
+    message: dict[str, Any] = json.loads(_exactly(channel, length, deadline_s))
+    return message
 
 
 def _exactly(channel: socket.socket, count: int, deadline_s: float | None) -> bytes:

@@ -150,11 +150,19 @@ class RewardFunction:
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "training_container.reward_worker", str(theirs.fileno()), self._entry]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "training_container.reward_worker",
+                str(theirs.fileno()),
+                self._entry,
+            ]
             self._process = subprocess.Popen(
                 [*command, str(self._code), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": _python_path()},
+                cwd=self._code,  # where the user's relative paths lead; -P keeps its names from shadowing Python's own
                 start_new_session=True,
             )
         self._socket = ours

@@ -22,6 +22,7 @@ from typing import Any
 from microtuning_core.domain.datasets import Row
 from microtuning_core.domain.manifest import CheckpointFile, CheckpointManifest
 from microtuning_core.domain.progress import Restart
+from microtuning_core.domain.spec import RewardSpec
 
 from .checkpoints import prune, write_checkpoint
 from .data import Cursor
@@ -91,6 +92,11 @@ class Run:
         self._ready_at_s = self._step_began_at_s = time.monotonic()
         self._epoch_ended = False
 
+    @property
+    def reward(self) -> RewardSpec:
+        assert self.spec.reward is not None  # a spec whose recipe needs one is refused without
+        return self.spec.reward
+
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def steps(self, *, rows: int, batch: int) -> Iterator[list[int]]:
@@ -140,14 +146,16 @@ class Run:
 
     def learning_rate(self, default: float) -> float:
         """Of the coming step: rising over warmup_steps, then constant."""
-        rate = self.settings.learning_rate or default
-        return rate * min(1.0, (self.state.step + 1) / max(1, self.settings.warmup_steps))
+        rise = min(1.0, (self.state.step + 1) / max(1, self.settings.warmup_steps))
+        return float(self.settings.learning_rate or default) * rise
 
     def count_skipped(self, applied: bool, what: str) -> None:
         """Tolerate a few steps in a row whose loss or gradient is not finite; their weights stay as they were."""
         self.state.skipped_steps = 0 if applied else self.state.skipped_steps + 1
         if not applied:
-            self.log.emit("notice", step=self.state.step + 1, message=f"{what} is not finite; this step changes nothing")
+            self.log.emit(
+                "notice", step=self.state.step + 1, message=f"{what} is not finite; this step changes nothing"
+            )
         if self.state.skipped_steps > MAX_SKIPPED_IN_A_ROW:
             raise NumericsFailure(
                 f"{what} was not finite in {self.state.skipped_steps} steps in a row (up to step {self.state.step + 1}). "

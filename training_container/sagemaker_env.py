@@ -16,7 +16,9 @@ from typing import Any
 from .paths import MlTree
 
 
-def derive(tree: MlTree, hyperparameters: Mapping[str, Any], *, entry: str = "", arguments: list[str]) -> dict[str, str]:
+def derive(
+    tree: MlTree, hyperparameters: Mapping[str, Any], *, entry: str = "", arguments: list[str]
+) -> dict[str, str]:
     """The variables, by name; `entry` is the user's script, `arguments` its command line."""
     resources = _json_or_empty(tree.input_config / "resourceconfig.json")
     inputs = _json_or_empty(tree.input_config / "inputdataconfig.json")
@@ -39,7 +41,9 @@ def derive(tree: MlTree, hyperparameters: Mapping[str, Any], *, entry: str = "",
         "SM_FRAMEWORK_PARAMS": "{}",
         "SM_DISTRIBUTED_CONFIG": "{}",
     }
-    return variables | {"SM_TRAINING_ENV": json.dumps(_training_environment(variables, hyperparameters, resources, inputs))}
+    return variables | {
+        "SM_TRAINING_ENV": json.dumps(_training_environment(variables, hyperparameters, resources, inputs))
+    }
 
 
 def _places(tree: MlTree) -> dict[str, str]:
@@ -98,7 +102,9 @@ def _training_environment(
     """The same once more, as one JSON object with the toolkit's keys."""
     prefix = "SM_CHANNEL_"
     return {
-        "channel_input_dirs": {key.removeprefix(prefix).lower(): path for key, path in variables.items() if key.startswith(prefix)},
+        "channel_input_dirs": {
+            key.removeprefix(prefix).lower(): path for key, path in variables.items() if key.startswith(prefix)
+        },
         "current_host": variables["SM_CURRENT_HOST"],
         "hosts": json.loads(variables["SM_HOSTS"]),
         "hyperparameters": dict(hyperparameters),

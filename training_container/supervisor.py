@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class Supervisor:
     def run_script(self, job: Job) -> int:
         from .recipes.script import run_script
 
-        status, failure = run_script(job, self._adopt)
+        _status, failure = run_script(job, self._adopt)
         self._child = None
         if self._stop_asked:
             return EXIT_STOPPED
@@ -115,7 +116,7 @@ class Supervisor:
 
     def run_workers(self, job: Job) -> int:
         prepare_environment(job)
-        import_once()
+        import_once(unless=lambda: self._stop_asked)
         log = EventLog(job.tree.output_data / "metrics.jsonl", job.plan.attempt)
         restart, fruitless, reached = None, 0, newest_step(job.tree.checkpoints)
         while True:
@@ -169,7 +170,9 @@ class Supervisor:
 
     def _give_up(self, job: Job, ending: Ending) -> int:
         if not job.tree.failure.exists():
-            message = f"The worker was {ending.cause} {MAX_RESTARTS_WITHOUT_PROGRESS + 1} times without a newer checkpoint."
+            message = (
+                f"The worker was {ending.cause} {MAX_RESTARTS_WITHOUT_PROGRESS + 1} times without a newer checkpoint."
+            )
             write_failure(job.tree.failure, Failure("platform", message))
         return EXIT_FAILED
 
@@ -218,9 +221,14 @@ def prepare_environment(job: Job) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def import_once() -> None:
-    """Import what every worker needs. No thread pool may start here: a forked child would wait for its threads for ever."""
+def import_once(unless: Callable[[], bool] = lambda: False) -> None:
+    """Import what every worker needs, breaking off when a stop was asked for.
+
+    No thread pool may start here: a forked child would wait for its threads for ever.
+    """
     for name in WARM_IMPORTS:
+        if unless():
+            return
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
 

@@ -69,8 +69,8 @@ def prepare_torch(job: Job) -> None:
     """A fixed number of threads and deterministic kernels: sums depend on both in their last bits."""
     torch.set_num_threads(job.torch_threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    transformers.utils.logging.disable_progress_bar()
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and for finding bugs
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def begin(job: Job, log: EventLog, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> Run:

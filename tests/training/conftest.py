@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def sort_rows(count: int, *, digits: int = 4, seed: int = 0) -> list[dict[str, str]]:
     chance = random.Random(seed)
     drawn = ["".join(chance.choice("0123456789") for _ in range(digits)) for _ in range(count)]
-    return [{"prompt": f"{text}>", "answer": "".join(sorted(text)), "completion": "".join(sorted(text))} for text in drawn]
+    return [
+        {"prompt": f"{text}>", "answer": "".join(sorted(text)), "completion": "".join(sorted(text))} for text in drawn
+    ]
 
 
 @dataclass
@@ -59,14 +61,18 @@ class Box:
     @property
     def events(self) -> list[dict[str, Any]]:
         path = self.tree.output_data / "metrics.jsonl"
-        return [json.loads(line, parse_constant=_refuse) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+        return (
+            [json.loads(line, parse_constant=_refuse) for line in path.read_text("utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [each for each in self.events if each["event"] == event]
 
     @property
     def steps(self) -> list[int]:
-        return [each["step"] for each in self.of("metrics") if "warm_step" not in each]
+        return [each["step"] for each in self.of("metrics")]
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -91,10 +97,10 @@ class Box:
 
     def start(self, **environment: str) -> subprocess.Popen[str]:
         """The job as SageMaker starts it."""
+        own = {"MICROTUNING_ML_ROOT": str(self.tree.root), "MICROTUNING_TORCH_THREADS": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, "-m", "training_container.supervisor"],
-            env=os.environ | {"MICROTUNING_ML_ROOT": str(self.tree.root), "MICROTUNING_TORCH_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            | self.environment | environment,
+            env=os.environ | own | self.environment | environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -110,7 +116,10 @@ class Box:
         self.tree.make_outputs()
         job = read_job({"MICROTUNING_ML_ROOT": str(self.tree.root), "MICROTUNING_TORCH_THREADS": "1"})
         unpack_code(self.tree)
-        return work(job, started_at_s=time.monotonic(), restart=None, stop=stop)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            return work(job, started_at_s=time.monotonic(), restart=None, stop=stop)  # type: ignore[arg-type]
 
     def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
         ends_at_s = time.monotonic() + 60

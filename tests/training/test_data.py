@@ -20,8 +20,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MARKED_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}<assistant>{% generation %}{{ message['content'] }}\n"
-    "{% endgeneration %}{% else %}<{{ message['role'] }}>{{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "<assistant>{% generation %}{{ message['content'] }}\n{% endgeneration %}"
+    "{% else %}<{{ message['role'] }}>{{ message['content'] }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -43,7 +44,9 @@ def learned(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 4), st.integers(0, 99))
-def test_every_epoch_takes_each_row_once_and_the_number_of_steps_is_known_ahead(rows: int, batch: int, epochs: int, seed: int) -> None:
+def test_every_epoch_takes_each_row_once_and_the_number_of_steps_is_known_ahead(
+    rows: int, batch: int, epochs: int, seed: int
+) -> None:
     cursor, taken, steps = Cursor(), [], Cursor().steps_left(rows, batch, epochs)
     for step in range(steps):
         assert cursor.steps_left(rows, batch, epochs) == steps - step
@@ -90,7 +93,10 @@ def test_a_mixed_file_is_refused_by_a_run_naming_the_first_row_that_deviates(tmp
         read_channel(tmp_path, "sft", has_chat_template=True)
 
 
-TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]  # fmt: skip
+TURNS = [
+    {"role": role, "content": text}
+    for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
+]
 
 
 def test_every_assistant_turn_is_learned_where_the_template_marks_them_and_else_the_last() -> None:

@@ -21,7 +21,9 @@ PROMPTS = ["7>", "31415926535>", "2718>"]
 
 
 def a_preset(**changes: Any) -> Engine:
-    return Engine.build(ModelSpec(arch="Transformer"), **({"source": "", "texts": ["0123456789>"], "seed": 3, "device": CPU} | changes))
+    return Engine.build(
+        ModelSpec(arch="Transformer"), **({"source": "", "texts": ["0123456789>"], "seed": 3, "device": CPU} | changes)
+    )
 
 
 def a_lora(folder: Path, **changes: Any) -> Engine:
@@ -42,7 +44,9 @@ def engine(request: pytest.FixtureRequest, a_model_dir: Callable[..., Path], tmp
             weight.data = torch.randn(weight.shape, generator=chance) * 0.05
         return engine
     model = another_architecture(request.param, len(AutoTokenizer.from_pretrained(folder)))
-    return Engine(model, AutoTokenizer.from_pretrained(folder), spec=ModelSpec(base="x", adapter="none"), source="", seed=3)
+    return Engine(
+        model, AutoTokenizer.from_pretrained(folder), spec=ModelSpec(base="x", adapter="none"), source="", seed=3
+    )
 
 
 def another_architecture(name: str, vocabulary: int) -> Any:
@@ -50,10 +54,14 @@ def another_architecture(name: str, vocabulary: int) -> Any:
 
     torch.manual_seed(2)
     if name == "gpt2":  # learned positions: wrong ones would show under left padding
-        return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1,
-                                          eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # fmt: skip
-    return MistralForCausalLM(MistralConfig(vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                            num_attention_heads=2, num_key_value_heads=1, sliding_window=6, eos_token_id=1))  # fmt: skip
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 1}
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=vocabulary, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        )
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MistralForCausalLM(
+        MistralConfig(vocab_size=vocabulary, **shape, num_key_value_heads=1, sliding_window=6, eos_token_id=1)
+    )
 
 
 def encode(engine: Engine, text: str) -> list[int]:
@@ -70,7 +78,9 @@ def plain_logprobs(engine: Engine, tokens: list[int], temperature: float = 1.0) 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_equal_a_plain_forward_to_1e_5_for_prompts_of_2_12_and_5_tokens(engine: Engine, temperature: float) -> None:
+def test_sampled_logprobs_equal_a_plain_forward_to_1e_5_for_prompts_of_2_12_and_5_tokens(
+    engine: Engine, temperature: float
+) -> None:
     prompts = [encode(engine, text) for text in PROMPTS]
     groups = engine.sample(prompts, Sampling(9, temperature=temperature), group_size=6)
     with torch.no_grad():
@@ -124,7 +134,9 @@ def test_top_p_0_6_of_a_half_three_tenths_and_a_fifth_keeps_two_tokens_and_resca
 def examples_of(engine: Engine) -> list[Example]:
     rows = [encode(engine, text) for text in ("12>34", "5>6", "987654321>123456789", "0>1234", "77>8")]
     return [
-        Example(row, [False] * 2 + [True] * (len(row) - 2), advantage=index - 1.5, sampled_logprobs=[-2.0] * (len(row) - 2))
+        Example(
+            row, [False] * 2 + [True] * (len(row) - 2), advantage=index - 1.5, sampled_logprobs=[-2.0] * (len(row) - 2)
+        )
         for index, row in enumerate(rows)
     ]
 
@@ -134,7 +146,9 @@ def supervised(logprobs_N: Tensor, batch: MicroBatch, total_tokens: int) -> Any:
 
 
 def reinforced(logprobs_N: Tensor, batch: MicroBatch, total_tokens: int) -> Any:
-    return policy_gradient(logprobs_N, batch.sampled_logprobs_N, batch.advantages_N, total_tokens=total_tokens, clip=9.0)
+    return policy_gradient(
+        logprobs_N, batch.sampled_logprobs_N, batch.advantages_N, total_tokens=total_tokens, clip=9.0
+    )
 
 
 def gradient(engine: Engine) -> Tensor:
@@ -168,7 +182,9 @@ def test_gradients_equal_those_of_plain_rows_through_autograd(engine: Engine, lo
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("loss_fn", [supervised, reinforced])
-def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(engine: Engine, rows: int, loss_fn: Any) -> None:
+def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(
+    engine: Engine, rows: int, loss_fn: Any
+) -> None:
     whole = engine.forward_backward(examples_of(engine), loss_fn)
     expected = gradient(engine)
     engine.model.zero_grad()
@@ -220,7 +236,9 @@ def test_a_gradient_that_is_not_finite_moves_no_weight(value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["preset", "lora"])
-def test_a_restored_engine_takes_the_same_next_steps_to_the_bit(kind: str, a_model_dir: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_restored_engine_takes_the_same_next_steps_to_the_bit(
+    kind: str, a_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = a_model_dir()
     spec = ModelSpec(arch="Transformer") if kind == "preset" else ModelSpec(base="tests/tiny", rank=4, alpha=8)
     engine = Engine.build(spec, source=str(folder), texts=["0123456789>"], seed=3, device=CPU)
@@ -247,7 +265,9 @@ def test_saved_state_is_safetensors_and_json_alone(tmp_path: Path) -> None:
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json"}
 
 
-def test_a_saved_preset_loads_as_any_transformers_model_with_tied_embeddings_and_the_same_logits(tmp_path: Path) -> None:
+def test_a_saved_preset_loads_as_any_transformers_model_with_tied_embeddings_and_the_same_logits(
+    tmp_path: Path,
+) -> None:
     engine = a_preset()
     engine.save_weights(tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)

@@ -26,7 +26,14 @@ def score(completions, answer, **kw):
         os.kill(os.getppid(), signal.SIGKILL)
     return [sum(x == y for x, y in zip(c, a)) / len(a) - abs(len(c) - len(a)) / 9 for c, a in zip(completions, answer)]
 """
-GRPO = {"type": "grpo", "batch_size": 16, "group_size": 4, "max_completion_tokens": 6, "epochs": 3, "learning_rate": 1e-3}
+GRPO = {
+    "type": "grpo",
+    "batch_size": 16,
+    "group_size": 4,
+    "max_completion_tokens": 6,
+    "epochs": 3,
+    "learning_rate": 1e-3,
+}
 SFT = {"type": "sft", "batch_size": 4, "epochs": 3, "learning_rate": 1e-3}
 
 
@@ -52,9 +59,9 @@ def test_a_grpo_worker_killed_at_step_7_gives_the_same_final_weights_to_the_bit(
     kind: str, grpo_boxes: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
     calm, killed = grpo_boxes(request.getfixturevalue(kind), spec={"checkpoint": {"every_steps": 5}})
-    for box in (calm, killed):
-        done = box.supervise()
-        assert done.returncode == 0, done.stderr
+    assert calm.work() == 0
+    done = killed.supervise()
+    assert done.returncode == 0, done.stderr
     assert killed.steps == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12]
     assert killed.weights_sha256 == calm.weights_sha256
     assert (killed.manifest(12)["final"], killed.manifest(12)["epoch"]) == (True, 3)
@@ -71,7 +78,7 @@ def test_a_supervisor_killed_in_mid_sft_goes_on_in_a_new_process_to_the_same_bit
     make = request.getfixturevalue(kind)
     settings = SFT | {"epochs": 10}
     calm, killed = (make(name=name, algorithm=settings, rows=rows(16)) for name in ("calm", "killed"))
-    assert calm.supervise().returncode == 0
+    assert calm.work() == 0
     with killed.start() as process:
         killed.wait_for_step(9, process)
         worker = children_of(process.pid)[0]
@@ -80,8 +87,7 @@ def test_a_supervisor_killed_in_mid_sft_goes_on_in_a_new_process_to_the_same_bit
     assert ends_within_2_s(worker), "the worker outlived its supervisor"
     seen = len(killed.steps)
     assert 9 <= seen < 40
-    done = killed.supervise()
-    assert done.returncode == 0, done.stderr
+    assert killed.work() == 0
     assert killed.steps[-1] == 40
     assert killed.steps[seen] > 4, "it began from nothing"
     assert killed.weights_sha256 == calm.weights_sha256
@@ -110,7 +116,9 @@ def test_a_warm_started_run_stopped_anywhere_ends_with_the_same_bits(
     settings = GRPO | {"epochs": 1, "warm_start": warm_start}
 
     def make(name: str) -> Any:
-        return a_box(name=name, algorithm=settings, rows=rows(16), warm_rows=rows(20, seed=1), eval_rows=rows(4, seed=2))
+        return a_box(
+            name=name, algorithm=settings, rows=rows(16), warm_rows=rows(20, seed=1), eval_rows=rows(4, seed=2)
+        )
 
     calm, stopped = make("calm"), make("stopped")
     asked = iter(range(1000))
@@ -119,7 +127,7 @@ def test_a_warm_started_run_stopped_anywhere_ends_with_the_same_bits(
     assert stopped.work() == 0
     assert stopped.weights_sha256 == calm.weights_sha256
     assert stopped.steps == [1, 2, 3, 4]
-    assert len([each for each in stopped.of("phase") if each["phase"] == "warm_start"]) <= 2
+    assert len([each for each in stopped.of("phase") if "warm_steps" in each]) <= 2
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_result_is_the_same(
@@ -184,9 +192,15 @@ def test_sigterm_at_step_4_saves_although_the_cadence_never_would(
 ) -> None:
     case = json.loads((Path(__file__).parents[1] / "cases" / "c51_spot_nockpt.json").read_text("utf-8"))
     settings = {"type": "grpo", "batch_size": 60, "group_size": 4, "max_completion_tokens": 6}
-    slow = {"rewards.py": "import time\ndef score(completions, **kw):\n    time.sleep(0.3)\n    return [float(len(c)) for c in completions]\n"}
+    slow = "import time\ndef score(completions, **kw):\n    time.sleep(0.3)\n    return list(map(len, completions))\n"
     cadence = {"checkpoint": {"every_steps": case["save_steps"], "every_epoch": False}}
-    box = a_box(algorithm=settings, rows=rows(case["rows"]), code=slow, reward={"entry": "rewards:score"}, spec=cadence)
+    box = a_box(
+        algorithm=settings,
+        rows=rows(case["rows"]),
+        code={"rewards.py": slow},
+        reward={"entry": "rewards:score"},
+        spec=cadence,
+    )
     with box.start() as process:
         box.wait_for_step(4, process)
         process.send_signal(signal.SIGTERM)
@@ -194,7 +208,7 @@ def test_sigterm_at_step_4_saves_although_the_cadence_never_would(
     assert process.returncode == 128 + signal.SIGTERM, err
     (saved,) = box.checkpoints
     assert saved in ("step-4", "step-5")
-    assert box.supervise().returncode == 0
+    assert box.work() == 0
     assert box.steps == [1, 2, 3, 4, 5, 6]
 
 

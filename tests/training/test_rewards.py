@@ -35,7 +35,9 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
     """Scores of completions by `entry` of this source, in a real reward process."""
     opened: list[RewardFunction] = []
 
-    def score(source: str, question: Question, *, entry: str = "user:score", limit_s: float = 20, step: int = 1) -> Scores:
+    def score(
+        source: str, question: Question, *, entry: str = "user:score", limit_s: float = 20, step: int = 1
+    ) -> Scores:
         (tmp_path / "user.py").write_text(source, encoding="utf-8")
         reward = RewardFunction(entry, tmp_path, time_limit_s=limit_s)
         opened.append(reward)
@@ -66,7 +68,9 @@ def read_case(name: str) -> str:
         ("generator", [1.0, 2.0, 3.0, 4.0], {}),
     ],
 )
-def test_every_odd_return_of_the_zoo_is_a_number_or_counted(name: str, values: Any, counts: dict[str, int], ask: Ask) -> None:
+def test_every_odd_return_of_the_zoo_is_a_number_or_counted(
+    name: str, values: Any, counts: dict[str, int], ask: Ask
+) -> None:
     scores = ask(read_case("c15_reward_zoo.py"), asked("a", "bb", "ccc", "dddd"), entry=f"user:{name}")
     assert [None if math.isnan(value) else value for value in scores.values] == values
     assert scores.counts() == counts
@@ -79,10 +83,11 @@ def test_a_text_among_the_rewards_is_refused_by_its_index(ask: Ask) -> None:
 
 
 def test_decimals_fractions_and_scalar_arrays_count_as_numbers_and_lists_do_not() -> None:
-    import numpy as np
-    import torch
     from decimal import Decimal
     from fractions import Fraction
+
+    import numpy as np
+    import torch
 
     assert as_rewards([Decimal("0.5"), Fraction(1, 4), np.array(2.0), torch.tensor(3)], 4) == [0.5, 0.25, 2.0, 3.0]
     assert as_rewards(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
@@ -127,7 +132,10 @@ def test_an_async_function_is_awaited() -> None:
 
 
 def test_columns_and_ids_reach_the_function_one_entry_a_completion(ask: Ask) -> None:
-    source = "def score(prompts, completions, completion_ids, answer):\n    return [float(c == a) + i[0] for c, a, i in zip(completions, answer, completion_ids)]\n"
+    source = (
+        "def score(prompts, completions, completion_ids, answer):\n"
+        "    return [float(c == a) + i[0] for c, a, i in zip(completions, answer, completion_ids)]\n"
+    )
     assert ask(source, asked("4", "5", answer=["4", "4"])).values == [8.0, 7.0]
 
 
@@ -162,7 +170,9 @@ def test_a_function_that_hangs_on_everything_ends_the_run_at_the_third_step(tmp_
     with RewardFunction("user:score", tmp_path, time_limit_s=0.4) as reward:
         assert reward.score(asked("a", "b"), step=1).timed_out == 2
         assert reward.score(asked("a", "b"), step=2).timed_out == 2
-        with pytest.raises(UserFailure, match=r"user:score gave no score within reward.time_limit_s = 0.4 s in 3 steps"):
+        with pytest.raises(
+            UserFailure, match=r"user:score gave no score within reward.time_limit_s = 0.4 s in 3 steps"
+        ):
             reward.score(asked("a", "b"), step=3)
     assert time.monotonic() - began_s < 15
 
@@ -170,8 +180,10 @@ def test_a_function_that_hangs_on_everything_ends_the_run_at_the_third_step(tmp_
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_ends_with_the_users_file_and_line_and_its_traceback_on_stderr(ask: Ask, tmp_path: Path, capfd: Any) -> None:
-    source = "def helper(text):\n    return int(text)\n\ndef score(completions, **kw):\n    return [helper(c) for c in completions]\n"
+def test_an_exception_ends_with_the_users_file_and_line_and_its_traceback_on_stderr(
+    ask: Ask, tmp_path: Path, capfd: Any
+) -> None:
+    source = "def helper(text):\n    return int(text)\n\ndef score(completions, **kw):\n    return [*map(helper, completions)]\n"
     with pytest.raises(UserFailure, match="ValueError: invalid literal for int") as failure:
         ask(source, asked("x"))
     assert (failure.value.file, failure.value.line) == (str(tmp_path / "user.py"), 2)
@@ -215,7 +227,9 @@ def test_a_pickled_closure_lambda_partial_or_object_scores_as_it_does_here(name:
     (tmp_path / "reward.pkl").write_bytes(cloudpickle.dumps(function))
     (tmp_path / "code.json").write_text(json.dumps({"python": f"{sys.version_info.major}.{sys.version_info.minor}"}))
     with RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20) as reward:
-        assert reward.score(asked("a", "bb"), step=1).values == [float(value) for value in function(completions=["a", "bb"])]
+        assert reward.score(asked("a", "bb"), step=1).values == [
+            float(value) for value in function(completions=["a", "bb"])
+        ]
 
 
 def test_a_pickle_of_another_python_is_refused_and_not_loaded(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return torch.device(next(self.model.parameters()).device)
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -118,7 +118,7 @@ class Engine:
             batch = collate(part, self.device)
             logprobs_N = token_logprobs(self.model, batch, temperature=temperature)
             loss, metrics = loss_fn(logprobs_N, batch, total_tokens or trained)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach() * trained, **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         return {name: float(value) / trained for name, value in sums.items()}

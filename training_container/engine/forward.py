@@ -118,16 +118,18 @@ def call(model: Any, ids_B_L: Tensor, **wanted: Any) -> Any:
     known = _parameters(undressed(model))
     if (cache := wanted.pop("cache", None)) is not None:
         wanted[cache_argument(known)] = cache
-    given = {name: value for name, value in wanted.items() if value is not None and (name in known or name == "use_cache")}
+    given = {
+        name: value for name, value in wanted.items() if value is not None and (name in known or name == "use_cache")
+    }
     return model(input_ids=ids_B_L, **given)
 
 
 def _parameters(model: Any) -> frozenset[str]:
-    found = model.__dict__.get("_microtuning_parameters")
-    if found is None:
-        found = frozenset(inspect.signature(model.forward).parameters)
-        model.__dict__["_microtuning_parameters"] = found
-    return found
+    """Names the forward takes; kept on the model, for asking takes longer than a small model's forward."""
+    if "_microtuning_parameters" not in model.__dict__:
+        model.__dict__["_microtuning_parameters"] = frozenset(inspect.signature(model.forward).parameters)
+    known: frozenset[str] = model.__dict__["_microtuning_parameters"]
+    return known
 
 
 def cache_argument(known: frozenset[str]) -> str:

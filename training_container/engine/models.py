@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from microtuning_core.domain.spec import ModelSpec
 
@@ -30,8 +30,8 @@ def build_policy(
         seed: of the random weights (a preset's, or a new adapter's).
     """
     if spec.arch:
-        tokenizer = character_tokenizer(texts)
-        return preset_model(spec.arch, tokenizer, seed).to(device), tokenizer
+        characters = character_tokenizer(texts)
+        return on_device(preset_model(spec.arch, characters, seed), device), characters
     tokenizer = load_tokenizer(source, spec.revision)
     base = load_base(spec, source, device)
     if spec.effective_adapter == "none":
@@ -48,24 +48,29 @@ def restore_policy(
     if (folder / ADAPTER_FILE).exists():
         return PeftModel.from_pretrained(load_base(spec, source, device), folder, is_trainable=True), tokenizer
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=choose_dtype(spec, device))
-    return model.to(device), tokenizer
+    return on_device(model, device), tokenizer
 
 
 def is_adapter(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def load_base(spec: ModelSpec, source: str, device: torch.device) -> PreTrainedModel:
+def load_base(spec: ModelSpec, source: str, device: torch.device) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source, revision=spec.revision or "main", dtype=choose_dtype(spec, device), trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise UserFailure(f"The model {spec.base!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return on_device(model, device)
+
+
+def on_device(model: Any, device: torch.device) -> Any:
+    """transformers types `.to` as taking a model alone."""
     return model.to(device)
 
 
-def load_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -76,7 +81,11 @@ def lora_config(spec: ModelSpec) -> LoraConfig:
     """LoRA on every linear layer but the head, unless the user names modules; no dropout."""
     targets = list(spec.target_modules) if spec.target_modules else "all-linear"
     return LoraConfig(
-        task_type="CAUSAL_LM", r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, target_modules=targets
+        task_type="CAUSAL_LM",
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=0.0,
+        target_modules=targets,
     )
 
 

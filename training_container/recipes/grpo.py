@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: draw a group of completions a prompt, and make those better than their group likelier.
+"""Group-relative policy optimisation: draw a group of completions a prompt, and make the better ones likelier.
 
 On-policy: every rollout is trained on once, so the ratio to the sampler starts at 1 and its clip only guards against a
 sampler that computes differently. No KL term and no reference model.
@@ -115,7 +115,7 @@ def as_example(prompt: Prompt, completion: Completion, advantage: float) -> Exam
 
 
 def reward_function(run: Run) -> RewardFunction:
-    reward = run.spec.reward
+    reward = run.reward
     return RewardFunction(reward.entry, run.job.tree.code, time_limit_s=reward.time_limit_s, seed=run.spec.seed)
 
 
@@ -144,7 +144,7 @@ def evaluate(engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence
     parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     values = [value for part in parts for value in roll_out(engine, run, reward, part, greedy, 1)[1].values]
     scores = Scores(values)
-    return {"eval_reward": scores.mean, "eval_accuracy": share_right(values, run.spec.reward.success_at)}
+    return {"eval_reward": scores.mean, "eval_accuracy": share_right(values, run.reward.success_at)}
 
 
 def share_right(values: Sequence[float], success_at: float) -> float:
@@ -156,7 +156,7 @@ def describe(run: Run, groups: Groups, scores: Scores, rewards_P_G: Tensor) -> d
     completions = [completion for group in groups for completion in group]
     return {
         "reward": scores.mean,
-        "accuracy": share_right(scores.values, run.spec.reward.success_at),
+        "accuracy": share_right(scores.values, run.reward.success_at),
         "groups": len(groups),
         "trainable_groups": int(has_spread(rewards_P_G).sum()),
         "completion_tokens": sum(len(completion.tokens) for completion in completions) / len(completions),
@@ -171,13 +171,13 @@ def give_up_if_constant(run: Run, scores: Scores, rewards_P_G: Tensor) -> None:
     Raises:
         UserFailure: max_constant_steps steps in a row were so.
     """
-    solved = bool(scores.scored) and min(scores.scored) >= run.spec.reward.success_at
+    solved = bool(scores.scored) and min(scores.scored) >= run.reward.success_at
     state = run.state
     state.constant_steps = 0 if solved or has_spread(rewards_P_G).any() else state.constant_steps + 1
     if state.constant_steps >= run.settings.max_constant_steps:
         raise UserFailure(
-            f"The reward had no spread within any group for {state.constant_steps} steps in a row (up to step {state.step}), "
-            f"so there was nothing to learn: {_why_constant(scores)}."
+            f"The reward had no spread within any group for {state.constant_steps} steps in a row "
+            f"(up to step {state.step}), so there was nothing to learn: {_why_constant(scores)}."
         )
 
 

@@ -81,4 +81,5 @@ def _innermost_frame(lines: Iterable[str], code: Path) -> tuple[str | None, int 
     """The last frame of the printed traceback, or the last in the user's own code when there is one."""
     frames = [(found["file"], int(found["line"])) for line in lines if (found := _FRAME.match(line))]
     own = [frame for frame in frames if frame[0].startswith(str(code))]
-    return (own or frames or [(None, None)])[-1]
+    chosen = own or frames
+    return chosen[-1] if chosen else (None, None)

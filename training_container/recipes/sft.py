@@ -16,7 +16,9 @@ def train(engine: Engine, run: Run) -> None:
     settings, state = run.settings, run.state
     rates = rates_for("sft", run.spec.model)
     train_rows = render_supervised(run.rows["train"], engine.tokenizer, settings.max_length)
-    eval_rows = render_supervised(run.rows["eval"], engine.tokenizer, settings.max_length) if run.rows.get("eval") else None
+    eval_rows = (
+        render_supervised(run.rows["eval"], engine.tokenizer, settings.max_length) if run.rows.get("eval") else None
+    )
     if train_rows.dropped:
         run.log.emit("notice", message=f"{train_rows.dropped} rows keep no label within max_length and are left out")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..defaults import WARM_START_MAX_GRAD_NORM, WARM_START_RAMP_STEPS
 from ..data import render_supervised
+from ..defaults import WARM_START_MAX_GRAD_NORM, WARM_START_RAMP_STEPS
 from ..engine import Engine, Example, MicroBatch
 from ..losses import Metrics, cross_entropy
 from ..run import Run
@@ -20,7 +20,13 @@ def supervised_loss(logprobs_N: Tensor, _: MicroBatch, total_tokens: int) -> tup
 
 
 def supervised_step(
-    engine: Engine, run: Run, examples: Sequence[Example], *, rate: float, max_grad_norm: float, weight_decay: float = 0.0
+    engine: Engine,
+    run: Run,
+    examples: Sequence[Example],
+    *,
+    rate: float,
+    max_grad_norm: float,
+    weight_decay: float = 0.0,
 ) -> dict[str, float]:
     """One optimizer step on these rows; gives loss and gradient norm."""
     with run.meter.phase("update"):
@@ -40,7 +46,14 @@ def warm_start(engine: Engine, run: Run) -> None:
     if plan is None or state.warm_step >= plan.steps:
         return
     rendered = render_supervised(run.rows["warm"], engine.tokenizer, run.settings.max_length)
-    run.log.emit("phase", phase="warm_start", steps=plan.steps, rows=len(rendered.examples), dropped=rendered.dropped)
+    run.log.emit(
+        "phase",
+        phase="warm_start",
+        warm_step=state.warm_step,
+        warm_steps=plan.steps,
+        rows=len(rendered.examples),
+        dropped=rendered.dropped,
+    )
     while state.warm_step < plan.steps:
         indices, cursor = state.warm_cursor.take(len(rendered.examples), plan.batch_size, run.spec.seed)
         rate = plan.learning_rate * min(1.0, (state.warm_step + 1) / WARM_START_RAMP_STEPS)
@@ -48,7 +61,7 @@ def warm_start(engine: Engine, run: Run) -> None:
         metrics = supervised_step(engine, run, batch, rate=rate, max_grad_norm=WARM_START_MAX_GRAD_NORM)
         state.warm_step, state.warm_cursor = state.warm_step + 1, cursor
         if state.warm_step % _REPORT_EVERY == 0 or state.warm_step == plan.steps:
-            run.log.emit("metrics", step=0, warm_step=state.warm_step, warm_loss=metrics["loss"])
+            run.log.emit("phase", phase="warm_start", warm_step=state.warm_step, warm_loss=metrics["loss"])
         if state.warm_step < plan.steps:
             run.end_warm_step()
     engine.new_optimizer()

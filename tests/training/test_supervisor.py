@@ -1,0 +1,135 @@
+"""The first process of a job: what it reads, what it says when it cannot go on, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from microtuning_core.domain.errors import InvalidData
+from training_container.failures import MAX_FAILURE_BYTES, Failure, classify
+from training_container.supervisor import WARM_IMPORTS
+
+ROOT = Path(__file__).parents[2]
+Box, Rows = Callable[..., Any], Callable[..., Any]
+
+
+def test_a_job_without_a_whole_config_fails_as_platform_in_one_json_line(a_box: Box) -> None:
+    box = a_box()
+    (box.tree.channel("config") / "plan.json").unlink()
+    done = box.supervise()
+    assert done.returncode == 1
+    assert box.failure["class"] == "platform"
+    assert "plan.json" in box.failure["message"]
+    assert len(box.tree.failure.read_text("utf-8").splitlines()) == 1
+
+
+def test_bad_data_ends_the_job_as_user_with_file_and_line_and_without_a_restart(a_box: Box) -> None:
+    box = a_box(rows=[{"prompt": "1", "completion": "2"}, {"prompt": "1"}])
+    done = box.supervise()
+    assert done.returncode == 1
+    assert (box.failure["class"], box.failure["file"], box.failure["line"]) == ("user", "train.jsonl", 2)
+    assert "starting again" not in done.stdout
+
+
+def test_metrics_on_stdout_are_the_lines_of_metrics_jsonl(a_box: Box) -> None:
+    box = a_box()
+    done = box.supervise()
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert printed == (box.tree.output_data / "metrics.jsonl").read_text("utf-8").splitlines()
+    step = json.loads(printed[1])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", step["time"])
+    assert (step["event"], step["step"], step["attempt"]) == ("metrics", 1, 1)
+
+
+def test_a_stop_before_the_first_worker_ends_at_once_with_143(a_box: Box) -> None:
+    with a_box().start() as process:
+        while not handles_sigterm(process.pid):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def handles_sigterm(pid: int) -> bool:
+    caught = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(caught and int(caught.group(1), 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_long_failure_keeps_class_file_and_line_within_900_bytes() -> None:
+    line = Failure("user", '漢字"\n' * 900, "/opt/ml/code/rewards.py", 17).as_line()
+    assert len(line.encode()) <= MAX_FAILURE_BYTES
+    failure = json.loads(line)
+    assert (failure["class"], failure["file"], failure["line"]) == ("user", "/opt/ml/code/rewards.py", 17)
+    assert next(iter(failure)) == "class"
+    assert len(line.encode()) > MAX_FAILURE_BYTES - 20
+
+
+@pytest.mark.parametrize(
+    ("error", "failure_class"),
+    [
+        (MemoryError(), "memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (InvalidData("a.jsonl", "is empty"), "user"),
+        (ConnectionResetError("reset"), "platform"),
+        (KeyError("x"), "platform"),
+    ],
+)
+def test_an_exception_has_a_class_the_control_plane_acts_on(error: Exception, failure_class: str) -> None:
+    assert classify(error).failure_class == failure_class
+
+
+def test_the_image_holds_every_package_the_container_imports_at_the_tested_version() -> None:
+    from importlib.metadata import version
+
+    pinned = dict(
+        re.findall(
+            r"^([a-z-]+)==([\d.]+)$", (ROOT / "training_container" / "requirements.txt").read_text(), re.MULTILINE
+        )
+    )
+    assert set(pinned) == {
+        "accelerate",
+        "cloudpickle",
+        "numpy",
+        "peft",
+        "pydantic",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+    }
+    assert {name: version(name) for name in pinned} == pinned
+
+
+def test_the_image_starts_the_supervisor_and_copies_only_what_the_context_lets_through() -> None:
+    dockerfile = (ROOT / "training_container" / "Dockerfile").read_text("utf-8")
+    assert 'ENTRYPOINT ["python", "-m", "training_container.supervisor"]' in dockerfile
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    for source in re.findall(r"^COPY (\S+) ", dockerfile, re.MULTILINE):
+        assert (ROOT / source).exists()
+        assert f"!{source.split('/')[0]}" in ignored
+
+
+def test_the_container_imports_no_more_of_ours_than_the_domain() -> None:
+    imports = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)
+    modules = {
+        name
+        for path in (ROOT / "training_container").rglob("*.py")
+        for name in imports.findall(path.read_text("utf-8"))
+    }
+    ours = {name for name in modules if name.startswith("microtuning_")}
+    assert all(name.startswith("microtuning_core.domain") for name in ours)
+    assert not {name.split(".")[0] for name in modules} & {
+        "boto3",
+        "botocore",
+        "functions",
+        "infrastructure",
+        "microtuning_sdk",
+    }
+    assert "training_container.worker" in WARM_IMPORTS
