@@ -1,7 +1,7 @@
 """Files between S3 and a job's folders: channels in, checkpoints both ways, model and output out.
 
 Checkpoints are mirrored while the job runs. Nothing is ever deleted in S3; names that begin with `.` or end in `.tmp`
-are not whole yet; within a folder manifest.json goes last, and only when everything beside it went: it is the commit.
+are not whole yet; a folder's manifest.json goes last, and only when everything below it went: it is the commit.
 """
 
 from __future__ import annotations
@@ -127,16 +127,13 @@ class CheckpointMirror:
             self._thread.join()
 
     def sweep(self) -> None:
-        """Send each folder's changed files, and its manifest only when all of them went."""
+        """Send what has changed; a manifest after everything below its folder, and only when all of that went."""
         found = dict(scan(self.folder))
         changed = [path for path in found if self.sent.get(path) != found[path]]
-        for folder in sorted({path.parent for path in changed}):
-            self._send_folder([path for path in changed if path.parent == folder], found)
-
-    def _send_folder(self, paths: list[Path], found: dict[Path, Stamp]) -> None:
-        for path in sorted(paths, key=lambda path: (path.name == COMMIT, path.name)):
-            if not self._send(path, found[path]):
-                return
+        lost = [path for path in changed if path.name != COMMIT and not self._send(path, found[path])]
+        for path in changed:
+            if path.name == COMMIT and not any(other.is_relative_to(path.parent) for other in lost):
+                self._send(path, found[path])
 
     def _send(self, path: Path, stamp: Stamp) -> bool:
         """False when the file has gone meanwhile (the job prunes old checkpoints): then its folder has no commit."""
