@@ -146,7 +146,7 @@ class Run:
 
     def learning_rate(self, default: float) -> float:
         """Of the coming step: rising over warmup_steps, then constant."""
-        rise = min(1.0, (self.state.step + 1) / max(1, self.settings.warmup_steps))
+        rise: float = min(1.0, (self.state.step + 1) / max(1, self.settings.warmup_steps))
         return float(self.settings.learning_rate or default) * rise
 
     def count_skipped(self, applied: bool, what: str) -> None:
