@@ -47,7 +47,7 @@ class Display:
         self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, transient=True, refresh_per_second=4)
         self._is_live = self._console.is_terminal or self._console.is_jupyter
-        self._last: tuple[Any, ...] = ()
+        self._last = ""
         self._last_at = 0.0
 
     def __enter__(self) -> Display:
@@ -70,7 +70,7 @@ class Display:
         if self._is_live:
             self._live.update(Text(standing_line(standing)))
             return
-        what = (standing.status, standing.metrics.get("step"), standing.metrics.get("warm_step"))
+        what = _step(standing.metrics) or standing.status
         if what != self._last and (now or time.monotonic() - self._last_at >= PLAIN_EVERY_S):
             self._last, self._last_at = what, time.monotonic()
             self.say(standing_line(standing))

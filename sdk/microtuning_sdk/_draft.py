@@ -83,7 +83,7 @@ def draft(
     spec = parse_spec(ready, lines)
     if problems := foreign_locations(spec, stage.bucket) or _does_not_fit(spec, model.shape):
         raise InvalidSpec(problems)
-    return Draft(spec, tuple(parcels))
+    return Draft(spec, tuple({each.key: each for each in parcels}.values()))
 
 
 def _with_lists(document: Document) -> Document:

@@ -173,7 +173,7 @@ class Run:
         Needs the extra "aws" (pip install "microtuning[aws]").
         """
         try:
-            from sagemaker_core.resources import TrainingJob
+            from sagemaker.core.resources import TrainingJob
         except ImportError as error:
             raise MicrotuningError(
                 "Run.training_job() needs sagemaker-core.", next_step='Install it: pip install "microtuning[aws]".'

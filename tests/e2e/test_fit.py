@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from decimal import Decimal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from microtuning_core.domain.errors import InvalidCode, RunFailed, RunStopped
-from microtuning_sdk import Run, SFTTrainer, Stage, cli
+from microtuning_core.domain.layout import parse_s3_uri
+from microtuning_sdk import Run, ScriptTrainer, SFTTrainer, Stage, cli
 
 from .conftest import PATIENCE_S, an_rl_trainer, slowly, sort_rows, wait_for_step
 
-if TYPE_CHECKING:
-    from pathlib import Path
+CASES = Path(__file__).parents[1] / "cases"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_fit_trains_and_leaves_metrics_checkpoints_cost_and_a_model(finished: Ru
     assert {"eval_accuracy", "eval_reward"} <= view["metrics"]["first"].keys() & view["metrics"]["last"].keys()
     assert finished.cost().state == "final"
     assert finished.cost().total_usd > Decimal(0)
-    assert finished.record.model_version == "sort-digits/v0001"
+    assert finished.record.model_version == "sort-digits/v1"
     folder = finished.model.download(tmp_path / "model")
     assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
 
@@ -59,6 +60,29 @@ def test_the_commands_show_the_run_as_json(finished: Run, capsys: pytest.Capture
     assert finished.run_id in [run["run_id"] for run in shown["runs list"]["runs"]]
     assert shown["runs show"] == finished.view()
     assert Decimal(shown[f"cost {finished.run_id}"]["total_usd"]) == finished.cost().total_usd
+
+
+def test_the_users_own_script_runs_as_it_is_on_a_model_beside_it(finished: Run, stage: Stage, tmp_path: Path) -> None:
+    shutil.copy(CASES / "seed_script.py", tmp_path)
+    finished.model.download(tmp_path / "model")
+    trainer = ScriptTrainer(
+        "seed_script.py", source_dir=tmp_path, hyperparameters={"model_name": "model", "epochs": 2}, stage=stage
+    )
+    run = trainer.fit([{"text": "123>123", "weight": 0.5}, {"text": "321>123"}])
+    assert [line.split()[0] for line in run.logs() if line.startswith("epoch=")] == ["epoch=0", "epoch=1"]
+    assert (run.model.download(tmp_path / "trained") / "model.safetensors").is_file()
+
+
+def test_a_local_model_is_uploaded_once_and_gets_an_adapter(finished: Run, stage: Stage, tmp_path: Path) -> None:
+    folder = finished.model.download(tmp_path / "model")
+    trainer = SFTTrainer(model=folder, stage=stage, name="adapted", rank=4, max_length=16)
+    run = trainer.fit(sort_rows(16), sort_rows(4), batch_size=8, epochs=1)
+    assert run.record.spec.model.base is not None
+    base = parse_s3_uri(run.record.spec.model.base)
+    assert {each.key.removeprefix(base.key) for each in stage.objects.walk(base.key)} == {
+        path.name for path in folder.iterdir()
+    }
+    assert (run.model.download(tmp_path / "adapter") / "adapter_config.json").is_file()
 
 
 def test_a_reward_that_raises_fails_the_run_with_the_users_error_and_no_second_attempt(stage: Stage) -> None:
