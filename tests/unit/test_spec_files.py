@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from microtuning_core.domain.errors import InvalidSpec
 from microtuning_core.spec_files import dump_spec_text, read_spec_text
 
