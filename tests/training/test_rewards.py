@@ -183,7 +183,13 @@ def test_a_function_that_hangs_on_everything_ends_the_run_at_the_third_step(tmp_
 def test_an_exception_ends_with_the_users_file_and_line_and_its_traceback_on_stderr(
     ask: Ask, tmp_path: Path, capfd: Any
 ) -> None:
-    source = "def helper(text):\n    return int(text)\n\ndef score(completions, **kw):\n    return [*map(helper, completions)]\n"
+    lines = [
+        "def helper(text):",
+        "    return int(text)",
+        "def score(completions, **kw):",
+        "    return [*map(helper, completions)]",
+    ]
+    source = "\n".join(lines)
     with pytest.raises(UserFailure, match="ValueError: invalid literal for int") as failure:
         ask(source, asked("x"))
     assert (failure.value.file, failure.value.line) == (str(tmp_path / "user.py"), 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from microtuning_core.domain.datasets import Row, check_rows, is_data_file, read_rows, row_shape
 from microtuning_core.domain.errors import InvalidData
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from microtuning_core.domain.manifest import CheckpointManifest, newest, newest_first, step_folder, step_of_folder
 from pydantic import ValidationError
+
+from microtuning_core.domain.manifest import CheckpointManifest, newest, newest_first, step_folder, step_of_folder
 
 
 def a_manifest(**changes: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from microtuning_core.domain.progress import Progress
 from pydantic import ValidationError
+
+from microtuning_core.domain.progress import Progress
 
 A_PROGRESS = {"run_id": "acme-sort-0a1b2c3d4e5f", "attempt": 1, "lineage": 1, "step": 0, "total_steps": 100,
               "at": "2026-01-02T03:04:05Z"}  # fmt: skip
