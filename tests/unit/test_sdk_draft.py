@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,23 @@ def test_paths_in_a_spec_file_start_from_its_own_folder(stage: Stage, tmp_path: 
     assert [each.key.rsplit("/", 1)[-1] for each in ready.parcels] == ["code.zip", "rows.jsonl"]
     assert ready.spec.code is not None
     assert ready.spec.code.entry == "my_rewards:exact"
+
+
+def test_a_spec_file_may_name_a_folder_of_code(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("print(1)\n")
+    (tmp_path / "src" / "settings.toml").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "spec.json").write_text(
+        json.dumps(
+            {"name": "x", "model": {"arch": "Transformer"}, "algorithm": {"type": "script", "entry": "train.py"},
+             "code": "src", "data": {"train": "rows.jsonl"}}
+        )
+    )  # fmt: skip
+    ready = read_draft(stage, tmp_path / "spec.json")
+    content = ready.parcels[0].content
+    assert isinstance(content, bytes)
+    assert sorted(zipfile.ZipFile(io.BytesIO(content)).namelist()) == ["code.json", "settings.toml", "train.py"]
 
 
 def test_a_spec_file_is_refused_by_field_and_line(stage: Stage, tmp_path: Path) -> None:
