@@ -1,0 +1,134 @@
+"""CreateTrainingJob for one attempt: what it says, and what it leaves out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+
+import pytest
+
+from microtuning_core.domain.names import StackNames
+from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
+from microtuning_core.domain.spec import parse_spec
+from microtuning_core.usecases.launch import channels, job_request, plain_hyperparameters
+from microtuning_core.usecases.services import StageSettings
+
+RUN_ID = "acme-sort-0a1b2c3d4e5f"
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+NAMES = StackNames("prod", "123456789012", "us-east-1")
+SETTINGS = StageSettings(NAMES, "image:1", 20)
+OWN = f"s3://{NAMES.bucket}/tenants/acme"
+RUN_FOLDER = f"{OWN}/runs/{RUN_ID}"
+
+
+def spec(**changes):
+    base = {
+        "name": "sort",
+        "tenant": "acme",
+        "model": {"arch": "Transformer"},
+        "algorithm": {"type": "sft"},
+        "data": {"train": f"{OWN}/datasets/x/"},
+        "compute": {"deadline_s": 7200},
+    }
+    return parse_spec(base | changes)
+
+
+def attempt(**plan) -> Attempt:
+    facts = {
+        "instance_type": "ml.g5.xlarge",
+        "count": 1,
+        "spot": False,
+        "micro_batch_size": 8,
+        "max_runtime_s": 3600,
+        "price_usd_per_hour": Decimal("1.408"),
+    }
+    made = AttemptPlan(**(facts | plan))
+    return Attempt(attempt=2, job_name=f"prod-{RUN_ID}-a002", lineage=3, plan=made, created_at=NOW)
+
+
+def run(**changes) -> Run:
+    return new_run(RUN_ID, changes.pop("spec", spec()), NOW).with_(status=RunStatus.TRAINING, lineage=3, **changes)
+
+
+def request(run_: Run | None = None, **plan):
+    return job_request(SETTINGS, run_ or run(), attempt(**plan))
+
+
+def test_the_request_names_job_machine_role_and_image():
+    made = request()
+    assert made["TrainingJobName"] == f"prod-{RUN_ID}-a002"
+    assert made["RoleArn"] == NAMES.job_role_arn
+    assert made["AlgorithmSpecification"] == {"TrainingImage": "image:1", "TrainingInputMode": "File"}
+    assert (made["ResourceConfig"]["InstanceType"], made["ResourceConfig"]["InstanceCount"]) == ("ml.g5.xlarge", 1)
+    assert {tag["Key"]: tag["Value"] for tag in made["Tags"]} == {
+        "microtuning:stage": "prod",
+        "microtuning:tenant": "acme",
+        "microtuning:run": RUN_ID,
+    }
+
+
+def test_checkpoints_go_to_the_lineage_of_the_attempt_alone_and_the_prefix_ends_in_a_slash():
+    made = request()
+    assert made["CheckpointConfig"] == {"S3Uri": f"{RUN_FOLDER}/checkpoints/l03/", "LocalPath": "/opt/ml/checkpoints"}
+    assert made["OutputDataConfig"] == {"S3OutputPath": f"{RUN_FOLDER}/output/"}
+
+
+def test_a_spot_job_waits_no_longer_than_run_time_and_deadline_together_and_others_say_nothing():
+    assert request(spot=True)["StoppingCondition"] == {
+        "MaxRuntimeInSeconds": 3600,
+        "MaxWaitTimeInSeconds": 3600 + 7200,
+    }
+    assert request()["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600}
+
+
+def test_no_volume_key_is_ever_named_since_types_with_own_storage_refuse_it():
+    with_key = StageSettings(NAMES, "image:1", 20, "arn:aws:kms:us-east-1:123456789012:key/1")
+    made = job_request(with_key, run(), attempt())
+    assert "VolumeKmsKeyId" not in made["ResourceConfig"]
+    assert made["OutputDataConfig"]["KmsKeyId"].endswith("key/1")
+
+
+def test_the_channels_are_what_the_spec_names_and_the_config_of_this_attempt():
+    assert [(name, str(uri)) for name, uri in channels(run(), attempt(), NAMES.bucket)] == [
+        ("config", f"{RUN_FOLDER}/config/a002/"),
+        ("train", f"{OWN}/datasets/x/"),
+    ]
+
+
+def test_a_later_lineage_reads_the_checkpoint_it_started_from():
+    started = run(resume_from=CheckpointRef(lineage=2, step=40))
+    found = {name: str(uri) for name, uri in channels(started, attempt(), NAMES.bucket)}
+    assert found["resume"] == f"{RUN_FOLDER}/checkpoints/l02/step-40/"
+
+
+def test_the_users_variables_cannot_hide_our_own():
+    named = run(spec=spec(environment_variables={"COLOUR": "red"}))
+    assert request(named)["Environment"] == {
+        "COLOUR": "red",
+        "MICROTUNING_RUN_ID": RUN_ID,
+        "MICROTUNING_ATTEMPT": "2",
+    }
+
+
+def test_network_isolation_is_asked_for_only_where_the_spec_asks():
+    isolated = run(spec=spec(compute={"network_isolation": True}))
+    assert request(isolated)["EnableNetworkIsolation"] is True
+    assert "EnableNetworkIsolation" not in request()
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"lr": 0.1, "name": "x", "layers": [1, 2]}, {"lr": "0.1", "name": "x", "layers": "[1, 2]"}),
+        ({"long": "x" * 2501, "k" * 257: 1, "empty": "", "fits": "x" * 2500}, {"fits": "x" * 2500}),
+        ({f"k{n}": n for n in range(150)}, {f"k{n}": str(n) for n in range(100)}),
+    ],
+)
+def test_hyperparameters_that_sagemaker_cannot_take_are_left_to_the_file(given, shown):
+    code = {"uri": f"{OWN}/code/x/code.zip", "sha256": "0" * 64}
+    script = spec(algorithm={"type": "script", "entry": "s.py", "hyperparameters": given}, code=code)
+    assert plain_hyperparameters(script) == shown
+
+
+def test_a_run_of_a_recipe_has_no_hyperparameters():
+    assert plain_hyperparameters(spec()) == {}
