@@ -21,6 +21,7 @@ from typing import Any
 
 from microtuning_core.domain.datasets import Row
 from microtuning_core.domain.manifest import CheckpointFile, CheckpointManifest
+from microtuning_core.domain.planning import steps_between_checkpoints
 from microtuning_core.domain.progress import Restart
 from microtuning_core.domain.spec import RewardSpec
 
@@ -91,6 +92,7 @@ class Run:
         self._parent_pid = os.getppid()
         self._ready_at_s = self._step_began_at_s = time.monotonic()
         self._epoch_ended = False
+        self._every_steps = self.spec.checkpoint.every_steps
 
     @property
     def reward(self) -> RewardSpec:
@@ -103,6 +105,7 @@ class Run:
         """Row indices of every step that is left; `max_train_steps` caps what the epochs would give."""
         left = self.state.cursor.steps_left(rows, batch, self.settings.epochs)
         self.total_steps = min(self.state.step + left, self.settings.max_train_steps or self.state.step + left)
+        self._set_cadence(steps_per_epoch=-(-rows // batch))
         self.write_progress(at_once=True)
         while self.state.step < self.total_steps:
             self._step_began_at_s = time.monotonic()
@@ -140,9 +143,18 @@ class Run:
         self.write_progress()
         self.leave_if_asked(saved=due)
 
-    def _checkpoint_is_due(self) -> bool:
+    def _set_cadence(self, *, steps_per_epoch: int) -> None:
+        """A cadence that would never save before the run's end is shortened, and the log says so."""
         cadence = self.spec.checkpoint
-        return self.state.step % cadence.every_steps == 0 or (cadence.every_epoch and self._epoch_ended)
+        if cadence.every_epoch and steps_per_epoch < self.total_steps:
+            return
+        self._every_steps, notice = steps_between_checkpoints(cadence.every_steps, self.total_steps or None)
+        if notice:
+            self.log.emit("notice", message=notice)
+
+    def _checkpoint_is_due(self) -> bool:
+        ends_epoch = self.spec.checkpoint.every_epoch and self._epoch_ended
+        return self.state.step % self._every_steps == 0 or ends_epoch
 
     def learning_rate(self, default: float) -> float:
         """Of the coming step: rising over warmup_steps, then constant."""

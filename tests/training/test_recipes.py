@@ -274,12 +274,13 @@ def test_a_warm_start_is_a_phase_of_its_own_kept_as_checkpoint_0(a_box: Box, row
         rows=rows(16),
         warm_rows=rows(64, seed=1),
         eval_rows=rows(4, seed=2),
+        spec={"checkpoint": {"keep": 9}},
     )
     assert box.work() == 0
     warm = [event["warm_loss"] for event in box.of("phase") if "warm_loss" in event]
     assert len(warm) == 2 and warm[1] < warm[0] < math.log(15)
     order = [event["event"] for event in box.events if event["event"] in ("checkpoint", "eval")]
-    assert order == ["checkpoint", "eval", "eval", "checkpoint"]
+    assert order == ["checkpoint", "eval", *["checkpoint"] * 3, "eval", "checkpoint"]  # 4 steps: one is saved each
     assert box.manifest(0)["metrics"] == {"warm_loss": pytest.approx(warm[1])}
     assert box.steps == [1, 2, 3, 4]
 

@@ -187,7 +187,7 @@ def test_the_resume_channel_counts_only_while_the_lineage_has_no_checkpoint(
     assert second.manifest(12)["lineage"] == 2
 
 
-def test_sigterm_at_step_4_saves_although_the_cadence_never_would(
+def test_a_cadence_that_never_saves_is_shortened_and_sigterm_at_step_4_saves(
     a_box: Callable[..., Any], rows: Callable[..., Any]
 ) -> None:
     case = json.loads((Path(__file__).parents[1] / "cases" / "c51_spot_nockpt.json").read_text("utf-8"))
@@ -206,8 +206,7 @@ def test_sigterm_at_step_4_saves_although_the_cadence_never_would(
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM, err
-    (saved,) = box.checkpoints
-    assert saved in ("step-4", "step-5")
+    assert box.checkpoints in (["step-2", "step-4"], ["step-4", "step-5"])  # every 2 steps of 6, and at the signal
     assert box.work() == 0
     assert box.steps == [1, 2, 3, 4, 5, 6]
 

@@ -72,7 +72,8 @@ def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
         ({"name": "  "}, "name", "run name"),
         ({"tenant": "Acme"}, "tenant", "tenant"),
         ({"budget_usd": "0"}, "budget_usd", "greater than 0"),
-        ({"colour": "red"}, "colour", "not permitted"),
+        ({"colour": "red"}, "colour", "is no field of a spec"),
+        ({"data": {}}, "data.train", "is missing"),
     ],
 )
 def test_a_request_that_can_never_work_names_its_field(changes, field, says):

@@ -258,13 +258,17 @@ def parse_spec(document: Json, lines: Mapping[str, int] | None = None) -> RunSpe
     return spec
 
 
+# pydantic's words, where the reader of a spec is helped by others
+_MESSAGES = {"extra_forbidden": "is no field of a spec", "missing": "is missing"}
+
+
 def _problem(error: Any, lines: Mapping[str, int]) -> Problem:
     parts = [str(part) for part in error["loc"]]
     # pydantic puts the union's tag into the path; the user did not write it there
     path = ".".join(
         part for i, part in enumerate(parts) if not (i == 1 and parts[0] == "algorithm" and part in ALGORITHMS)
     )
-    message = error["msg"].removeprefix("Value error, ")
+    message = _MESSAGES.get(error["type"], error["msg"].removeprefix("Value error, "))
     # A whole-record rule has no path of its own: it is about the name or the tenant, and says which.
     return Problem(path or ("tenant" if "tenant" in message else "name"), message, _line_of(path, lines))
 
