@@ -119,6 +119,7 @@ BEHAVIOURS = {
     "memory_once": lambda: fails_once("memory", "CUDA out of memory"),
     "platform_always": lambda: fail("platform", "the host was lost"),
     "hang": hang,
+    "hang_until_restored": lambda: finish() if newest_step() else hang(),
     "hang_once": lambda: hang() if PLAN["attempt"] == 1 else finish(),
 }
 

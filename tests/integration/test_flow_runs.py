@@ -248,6 +248,17 @@ def test_max_runtime_stops_the_run_keeps_its_cost_and_frees_its_slot(stage: Stag
     stage.until(lambda: run_id not in stage.services.admissions.slots().held, "the slot was not given back")
 
 
+def test_a_spot_machine_that_is_taken_back_is_a_recovery_of_the_same_attempt(stage: StageUnderTest) -> None:
+    run_id = stage.submit("hang_until_restored", compute={"spot": True})
+    job = stage.training(run_id).attempts[0].job_name
+    local.reclaim(job)
+    run = stage.ended_and_paid(run_id)
+    assert (run.status, len(run.attempts), run.attempts[0].plan.spot) == ("completed", 1, True)
+    (recovery,) = run.attempts[0].recoveries
+    assert (recovery.cause, recovery.provision_ms is not None) == ("interrupted", True)
+    assert (run.attempts[0].billed_s or 0) < (run.attempts[0].training_s or 0)
+
+
 # -- cancel ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +296,7 @@ def test_cancel_of_a_finished_run_changes_nothing(stage: StageUnderTest) -> None
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-def test_twelve_submits_against_four_slots_never_hold_five_and_all_end(stage: StageUnderTest) -> None:
+def test_twenty_submits_against_four_slots_never_hold_five_and_all_end(stage: StageUnderTest) -> None:
     held: list[int] = []
     over = threading.Event()
 
@@ -296,11 +307,13 @@ def test_twelve_submits_against_four_slots_never_hold_five_and_all_end(stage: St
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    uploads = [stage.upload(stage.spec("succeed", name=f"racing {n}")) for n in range(12)]
-    runs = [stage.ended(stage.receipt(*upload)["run_id"], timeout_s=120) for upload in uploads]
-    over.set()
-    watcher.join()
-    assert {run.status for run in runs} == {"completed"}
+    try:
+        uploads = [stage.upload(stage.spec("succeed", name=f"racing {n}")) for n in range(20)]
+        runs = [stage.ended(stage.receipt(*upload)["run_id"], timeout_s=120) for upload in uploads]
+    finally:
+        over.set()
+        watcher.join()
+    assert [stage.story(run.run_id) for run in runs if run.status != "completed"] == []
     assert max(held) <= SLOTS
     stage.until(lambda: not stage.services.admissions.slots().held, "a slot was not given back")
 
@@ -331,6 +344,18 @@ def test_twenty_racing_threads_are_given_exactly_five_slots(stage: StageUnderTes
 
 
 def test_an_execution_stopped_in_the_console_is_taken_up_again_and_completes(stage: StageUnderTest) -> None:
+    with stage.held_back("training-events"):  # the end of the job is still unknown when the execution dies
+        run_id = stage.submit()
+        job = stage.when(run_id, lambda run: run.attempts and run.attempts[0].launched_at).attempts[0].job_name
+        stage.until(lambda: stage.job(job).is_terminal, "the job has not ended")
+        stage.client("stepfunctions").stop_execution(executionArn=stage.names.execution_arn(run_id))
+        run = stage.ended(run_id)
+    assert (run.status, run.execution, len(run.attempts)) == ("completed", f"{run_id}-e2", 1)
+    assert stage.execution_ended(run.execution)["status"] == "SUCCEEDED"
+    assert stage.execution(run_id)["status"] == "ABORTED"
+
+
+def test_a_job_stopped_in_the_console_stops_its_run_also_after_the_execution_was_stopped(stage: StageUnderTest) -> None:
     run_id = stage.submit("hang_once")
     job = stage.training(run_id).attempts[0].job_name
     stage.client("stepfunctions").stop_execution(executionArn=stage.names.execution_arn(run_id))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from functions._environment import Environment
 from microtuning_core.domain.layout import receipt_key, spec_key, step_prefix
 from microtuning_core.domain.names import job_name, new_run_id
 from microtuning_core.domain.run import RunStatus, new_run
@@ -177,6 +179,27 @@ def test_duplicate_late_and_foreign_events_count_once_and_reopen_nothing(stage: 
 def ledger(stage: StageUnderTest, run_id: str) -> list[dict[str, Any]]:
     month = f"{datetime.now(UTC):%Y-%m}"
     return [entry.model_dump(mode="json") for entry in stage.services.ledger.month("default", month, run_id)]
+
+
+def test_the_same_end_told_four_times_at_once_settles_the_attempt_once(stage: StageUnderTest) -> None:
+    with stage.held_back("training-events"), stage.held_back("cost-events"):
+        run_id = stage.submit()
+        job = stage.when(run_id, lambda run: run.attempts and run.attempts[0].launched_at).attempts[0].job_name
+        stage.until(lambda: stage.job(job).is_terminal, "the job has not ended")
+        told: list[list[str]] = []
+
+        def tell(function: str) -> None:
+            told.append(stage.deliver(function, stage.job_event(job)))
+
+        threads = [threading.Thread(target=tell, args=(f"on_{kind}_event",)) for kind in ("training", "cost") * 4]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run = stage.ended_and_paid(run_id)
+    assert (run.status, told) == ("completed", [[]] * 8)
+    assert stage.events(run_id, "attempt_ended") == ["completed"]
+    assert [entry["billed_s"] for entry in ledger(stage, run_id)] == [run.attempts[0].billed_s]
 
 
 @pytest.mark.parametrize("name", ["prod-default-x-000000000000-a001", "local-default-nobody-000000000000-a001", "mine"])
@@ -394,17 +417,11 @@ def test_importing_a_handler_leaves_the_heavy_packages_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", HANDLERS)
 def test_the_environment_of_a_deployed_function_is_what_its_code_reads(stage: StageUnderTest, name: str) -> None:
-    from functions._environment import Environment
-
     function = stage.client("lambda").get_function_configuration(FunctionName=stage.names.function(name))
     variables = function["Environment"]["Variables"]
     read = Environment.model_validate(variables)
-    assert read.names == stage.names
-    assert read.max_running_runs == 4
-    for table in ("runs", "ledger", "tenants", "idempotency"):
-        assert variables[f"{table.upper()}_TABLE"] == read.names.table(table)
-    assert variables["MICROTUNING_BUCKET"] == read.names.bucket
-    assert variables["JOB_ROLE_ARN"] == read.names.job_role_arn
+    assert (read.names, read.max_running_runs) == (stage.names, 4)
+    assert variables["POWERTOOLS_SERVICE_NAME"] == name
     assert function["Handler"] == f"functions.{name}.handler"
 
 

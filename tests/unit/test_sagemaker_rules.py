@@ -256,12 +256,22 @@ def test_a_manifest_is_mirrored_after_the_files_beside_it(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_that_is_pruned_meanwhile_gets_no_manifest(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 1)
-    write_checkpoint(tmp_path, 2)
     gone = tmp_path / "step-1" / "z.bin"
     s3 = RecordingS3(lambda key: gone.unlink(missing_ok=True))
-    CheckpointMirror(s3, tmp_path, Location("b", "l01/")).sweep()
+    mirror = CheckpointMirror(s3, tmp_path, Location("b", "l01/"))
+    write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2)
+    mirror.sweep()
     assert s3.keys == ["l01/step-1/a.bin", "l01/step-2/a.bin", "l01/step-2/z.bin", "l01/step-2/manifest.json"]
+
+
+def test_what_was_restored_stays_and_what_a_quick_job_wrote_before_the_first_sweep_goes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    mirror = CheckpointMirror(s3 := RecordingS3(), tmp_path, Location("b", "l01/"))
+    write_checkpoint(tmp_path, 2)
+    mirror.start()
+    mirror.close()
+    assert s3.keys == ["l01/step-2/a.bin", "l01/step-2/z.bin", "l01/step-2/manifest.json"]
 
 
 def test_a_refusal_is_given_as_often_as_asked() -> None:

@@ -211,6 +211,9 @@ class JobRun:
 
     def _start(self, host: Host) -> None:
         argv = self.account.images[self.job.request["AlgorithmSpecification"]["TrainingImage"]]
+        target = self._checkpoint_location()
+        if target:
+            host.mirror = sync.CheckpointMirror(self._client("s3"), host.tree.checkpoints(self.job), target)
         host.process = subprocess.Popen(
             argv,
             env=self._environment(host),
@@ -224,9 +227,7 @@ class JobRun:
         stream = stream_name(self.job.name, host.name, time.time())
         host.shipper = LogShipper(self._client("logs"), stream, host.process.stdout)
         host.shipper.start()
-        target = self._checkpoint_location()
-        if target:
-            host.mirror = sync.CheckpointMirror(self._client("s3"), host.tree.checkpoints(self.job), target)
+        if host.mirror:
             host.mirror.start()
 
     def _environment(self, host: Host) -> dict[str, str]:

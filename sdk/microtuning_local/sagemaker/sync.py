@@ -96,20 +96,20 @@ def upload_folder(s3: Any, folder: Path, target: Location, kms_key: str | None =
 class CheckpointMirror:
     """Uploads what changes in a folder, every `SWEEP_S`, until it is closed; the last sweep runs in `close`.
 
+    Make it before the job starts: what is in the folder then was restored, and everything later is the job's.
+
     `failure` holds what S3 refused. The mirror stops there: a job whose checkpoints go nowhere must not run on. An S3
     that does not answer is asked again with the next sweep; only the last sweep has to succeed.
     """
 
     def __init__(self, s3: Any, folder: Path, target: Location) -> None:
         self.s3, self.folder, self.target = s3, folder, target
-        self.sent: dict[Path, Stamp] = {}
+        self.sent: dict[Path, Stamp] = dict(scan(folder))  # came from S3 and does not go back
         self.failure: Exception | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mirror {target.key}", daemon=True)
 
     def start(self) -> None:
-        """Begin; what is in the folder now came from S3 and does not go back."""
-        self.sent = dict(scan(self.folder))
         self._thread.start()
 
     def close(self) -> None:
