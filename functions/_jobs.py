@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functions._entry import logger
 from functions._environment import environment
-from functions._queue import Body, logger
+from functions._queue import Body
 from microtuning_core.domain.errors import InvalidName
 from microtuning_core.domain.events import job_changed
 from microtuning_core.domain.names import JobName, parse_job_name

@@ -6,19 +6,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from aws_lambda_powertools import Logger, Metrics
 from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.batch import BatchProcessor, EventType, process_partial_response
 from aws_lambda_powertools.utilities.data_classes.sqs_event import SQSRecord
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import logger, metrics
 from functions._environment import services
 from microtuning_core.domain.errors import MicrotuningError
 
-logger = Logger()
-metrics = Metrics()
-
-Handler = Callable[[dict[str, Any], LambdaContext], dict[str, Any]]
 Body = dict[str, Any]
 
 
@@ -35,8 +31,6 @@ def handle_messages(
             dead-letter queue.
         run_of: the run a body is about, where that can be told, so that the run's events can show the error.
     """
-    if is_warm_up(event):
-        return {}
 
     def one(record: SQSRecord) -> None:
         body = _json_object(record.body)
@@ -58,11 +52,6 @@ def _json_object(text: str) -> Body:
     except ValueError:
         body = None
     return body if isinstance(body, dict) else {"unreadable": text}
-
-
-def is_warm_up(event: dict[str, Any]) -> bool:
-    """The local cloud wakes functions before their first message; there is nothing to do then."""
-    return event.get("microtuning") == "warm"
 
 
 def _write_down(run_id: str | None, function: str, error: Exception) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 from aws_lambda_powertools.utilities.data_classes.sqs_event import SQSRecord
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry
 from functions._environment import services
-from functions._queue import Body, handle_messages, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.usecases.admit import admit
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     return handle_messages(event, context, _process, _run_of)
 

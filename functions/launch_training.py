@@ -6,13 +6,13 @@ from typing import Any
 
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry
 from functions._environment import services
-from functions._queue import Body, handle_messages, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.usecases.launch import launch
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     return handle_messages(event, context, lambda body, _record: _process(body), lambda body: body["run_id"])
 

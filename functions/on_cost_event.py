@@ -6,15 +6,15 @@ from typing import Any
 
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry
 from functions._environment import services
 from functions._jobs import own_job, run_of_job
-from functions._queue import Body, handle_messages, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.domain.names import job_name
 from microtuning_core.usecases.costing import record_cost
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     return handle_messages(event, context, lambda body, _record: _process(body), run_of_job)
 

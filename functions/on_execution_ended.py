@@ -6,16 +6,16 @@ from typing import Any
 
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry, logger
 from functions._environment import services
-from functions._queue import Body, handle_messages, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.domain.errors import InvalidName
 from microtuning_core.domain.events import execution_changed
 from microtuning_core.domain.names import parse_execution_name
 from microtuning_core.usecases.settle import settle
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     return handle_messages(event, context, lambda body, _record: _process(body), _run_of)
 

@@ -13,15 +13,15 @@ from aws_lambda_powertools.utilities.idempotency import (
 from aws_lambda_powertools.utilities.idempotency.exceptions import IdempotencyValidationError
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry, logger
 from functions._environment import services
-from functions._queue import Body, handle_messages, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.domain.events import ObjectCreated, objects_created
 from microtuning_core.domain.layout import SpecKey, parse_spec_key
 from microtuning_core.usecases.submit import submit_upload
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     return handle_messages(event, context, lambda body, _record: _process(body, context), lambda _body: None)
 

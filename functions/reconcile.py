@@ -7,17 +7,17 @@ from typing import Any
 from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry, logger, metrics
 from functions._environment import services
-from functions._queue import Body, handle_messages, is_warm_up, logger, metrics
+from functions._queue import Body, handle_messages
 from microtuning_core.usecases.reconciling import reconcile
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
     if "Records" in event:
         return handle_messages(event, context, lambda body, _record: _process(body), lambda _body: None)
-    return {} if is_warm_up(event) else {"looked_at": _tick()}
+    return {"looked_at": _tick()}
 
 
 def _process(_body: Body) -> None:

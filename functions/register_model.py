@@ -7,16 +7,13 @@ from typing import Any
 from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
+from functions._entry import entry, metrics
 from functions._environment import services
-from functions._queue import is_warm_up, logger, metrics
 from microtuning_core.usecases.registering import register_model
 
 
-@metrics.log_metrics
-@logger.inject_lambda_context
+@entry
 def handler(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
-    if is_warm_up(event):
-        return {}
     run = register_model(services(), event["run_id"])
     metrics.add_metric(name="ModelsLookedAt", unit=MetricUnit.Count, value=1)
     return {"run_id": run.run_id, "outcome": run.verdict or str(run.status)}

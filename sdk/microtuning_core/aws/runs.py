@@ -53,7 +53,7 @@ class Checkpoint:
 class RunStore:
     def __init__(self, dynamodb: DynamoDBClient, table: str, objects: ObjectStore) -> None:
         self._dynamodb = dynamodb
-        self._table = table
+        self.table = table
         self._objects = objects
 
     def get(self, run_id: str) -> Run:
@@ -94,7 +94,7 @@ class RunStore:
         raise StaleRevision(run_id, run.revision)
 
     def _write(self, run: Run, condition: str, values: Item) -> None:
-        meta: Item = {"Put": {"TableName": self._table, "Item": _meta_item(run), "ConditionExpression": condition}}
+        meta: Item = {"Put": {"TableName": self.table, "Item": _meta_item(run), "ConditionExpression": condition}}
         if values:
             meta["Put"]["ExpressionAttributeValues"] = values
         try:
@@ -108,8 +108,8 @@ class RunStore:
     def _open_mark(self, run: Run) -> Item:
         key = {"pk": {"S": f"TENANT#{run.tenant}#OPEN"}, "sk": {"S": run.run_id}}
         if run.is_final and run.costs_are_final:
-            return {"Delete": {"TableName": self._table, "Key": key}}
-        return {"Put": {"TableName": self._table, "Item": key}}
+            return {"Delete": {"TableName": self.table, "Key": key}}
+        return {"Put": {"TableName": self.table, "Item": key}}
 
     def mirror(self, run: Run) -> None:
         """The record as S3 remembers it; a late writer of an older revision is put right by the reconciler."""
@@ -123,7 +123,7 @@ class RunStore:
     def list_runs(self, tenant: str, limit: int | None = None) -> Iterator[Run]:
         """The tenant's runs, newest first."""
         pages = self._dynamodb.get_paginator("query").paginate(
-            TableName=self._table,
+            TableName=self.table,
             IndexName="by_created",
             KeyConditionExpression="gsi1pk = :tenant",
             ExpressionAttributeValues={":tenant": {"S": f"TENANT#{tenant}"}},
@@ -158,7 +158,7 @@ class RunStore:
     def delete_token(self, run_id: str, token: str) -> None:
         """Forgets a token that was answered."""
         key = {"pk": {"S": _pk(run_id)}, "sk": {"S": _token_sk(token)}}
-        self._dynamodb.delete_item(TableName=self._table, Key=key)
+        self._dynamodb.delete_item(TableName=self.table, Key=key)
 
     def put_checkpoint(self, manifest: CheckpointManifest) -> None:
         prefix = step_prefix(manifest.run_id, manifest.lineage, manifest.step)
@@ -180,12 +180,12 @@ class RunStore:
 
     def delete_checkpoint(self, run_id: str, lineage: int, step: int) -> None:
         key = {"pk": {"S": _pk(run_id)}, "sk": {"S": _checkpoint_sk(lineage, step)}}
-        self._dynamodb.delete_item(TableName=self._table, Key=key)
+        self._dynamodb.delete_item(TableName=self.table, Key=key)
 
     def next_version(self, tenant: str, group: str) -> int:
         """Counts up the versions of a model group, from 1."""
         answer = self._dynamodb.update_item(
-            TableName=self._table,
+            TableName=self.table,
             Key={"pk": {"S": f"TENANT#{tenant}#MODEL#{group}"}, "sk": {"S": "VERSION"}},
             UpdateExpression="ADD version :one",
             ExpressionAttributeValues={":one": {"N": "1"}},
@@ -195,11 +195,11 @@ class RunStore:
 
     def _put(self, run_id: str, sk: str, attributes: Item) -> None:
         item: Item = {"pk": {"S": _pk(run_id)}, "sk": {"S": sk}, **attributes}
-        self._dynamodb.put_item(TableName=self._table, Item=item)
+        self._dynamodb.put_item(TableName=self.table, Item=item)
 
     def _item(self, run_id: str, sk: str) -> Item | None:
         key = {"pk": {"S": _pk(run_id)}, "sk": {"S": sk}}
-        answer = self._dynamodb.get_item(TableName=self._table, Key=key, ConsistentRead=True)
+        answer = self._dynamodb.get_item(TableName=self.table, Key=key, ConsistentRead=True)
         return answer.get("Item")
 
     def _query(self, pk: str, sk_prefix: str) -> Iterator[Item]:
@@ -207,7 +207,7 @@ class RunStore:
         if sk_prefix:
             condition, values = f"{condition} AND begins_with(sk, :sk)", values | {":sk": {"S": sk_prefix}}
         pages = self._dynamodb.get_paginator("query").paginate(
-            TableName=self._table,
+            TableName=self.table,
             KeyConditionExpression=condition,
             ExpressionAttributeValues=values,
             ConsistentRead=True,
