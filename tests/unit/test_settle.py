@@ -439,10 +439,11 @@ def test_a_run_with_a_verdict_and_no_execution_to_close_it_is_closed(status):
 
 
 def test_after_ten_executions_that_died_the_run_fails_and_says_where_to_look():
-    died, deaths = run(), 0
-    while died.verdict is None:
-        died, deaths = decide(died, facts(execution=ExecutionFacts(died.execution, "FAILED"))).run, deaths + 1
-    assert (deaths, died.verdict, died.execution) == (MAX_EXECUTIONS, "failed", f"{RUN_ID}-e{MAX_EXECUTIONS}")
+    died = run()
+    for _ in range(MAX_EXECUTIONS):
+        assert died.verdict is None
+        died = decide(died, facts(execution=ExecutionFacts(died.execution, "FAILED"))).run
+    assert (died.verdict, died.execution) == ("failed", f"{RUN_ID}-e{MAX_EXECUTIONS}")
     assert "died 10 times" in died.reason
 
 
@@ -482,6 +483,7 @@ ADMIT = WaitingState("admit", "token", RUN_ID)
         ({"status": S.RECOVERING, "attempts": (ended_attempt(1),)}, "plan"),
         ({"status": S.QUEUED, "attempts": (ended_attempt(1),)}, "admit"),
         ({"status": S.RECOVERING, "attempts": (ended_attempt(1), attempt(2))}, None),
+        ({"status": S.RECOVERING, "attempts": (ended_attempt(1), ended_attempt(2))}, None),
         ({"verdict": "failed"}, "failed"),
         ({"verdict": "stopped"}, "stopped"),
         ({"status": S.COMPLETED, "verdict": "completed"}, "completed"),
