@@ -461,6 +461,12 @@ def test_the_job_of_a_final_run_is_stopped_and_the_run_stays_as_it_is():
     assert (decision.run, decision.actions) == (final, (StopJob(attempt().job_name),))
 
 
+def test_a_final_run_is_neither_closed_nor_started_again_by_the_death_of_its_execution():
+    final = run(status=S.COMPLETED, verdict="completed")
+    decision = decide(final, facts(execution=ExecutionFacts(RUN_ID, "FAILED"), command=cancel()))
+    assert (decision.run, decision.actions) == (final, ())
+
+
 def test_a_job_launched_while_its_run_was_stopped_is_stopped_too():
     stopped = run(verdict="stopped", attempts=(attempt(outcome="stopped"),))
     assert decide(stopped, facts(job=job())).actions == (StopJob(attempt().job_name),)
