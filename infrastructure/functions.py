@@ -66,15 +66,15 @@ _RESTART = ("start-execution", "see-execution")
 FUNCTIONS = (
     Function(
         "on_spec_uploaded",
-        (*_RECORD, *_RESTART, "read-what-specs-name", "write-receipts", "idempotency"),
+        (*_RECORD, *_RESTART, "tenants", "read-what-specs-name", "write-receipts", "idempotency"),
         queues=("specs",),
         timeout_s=60,
     ),
     Function("on_command", (*_SETTLE, "read-commands"), queues=("commands",)),
-    Function("on_training_event", (*_SETTLE, *_RESTART, "list-jobs"), queues=("training-events",)),
+    Function("on_training_event", _SETTLE, queues=("training-events",)),
     Function("on_cost_event", (*_RECORD, "ledger", "see-jobs"), queues=("cost-events",)),
     Function("on_checkpoint", (*_RECORD, "read-checkpoints", "prune-checkpoints"), queues=("checkpoints",)),
-    Function("on_execution_ended", (*_SETTLE, *_RESTART, "list-jobs"), queues=("execution-events",)),
+    Function("on_execution_ended", (*_SETTLE, *_RESTART), queues=("execution-events",)),
     Function("admit_run", (*_RECORD, "read-what-specs-name", "tenants", "send-task"), queues=("admissions",), batch=1),
     Function("plan_attempt", (*_RECORD, "read-what-specs-name", "write-config")),
     Function(
@@ -85,8 +85,8 @@ FUNCTIONS = (
     ),
     Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "see-jobs", "write-models")),
     Function("close_run", _SETTLE),
-    Function("reconcile", (*_SETTLE, *_RESTART, "list-jobs", "ledger"), queues=("ticks",), timeout_s=60),
-    Function("on_dead_letter", (*_RECORD, "tenants", "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
+    Function("reconcile", (*_SETTLE, *_RESTART, "ledger"), queues=("ticks",), timeout_s=60),
+    Function("on_dead_letter", (*_RECORD, "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
 )
 COMMON_GRANTS = ("use-key", "trace")
 

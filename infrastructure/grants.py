@@ -96,7 +96,6 @@ GRANTS = {
     "read-training-logs": Grant(("logs:DescribeLogStreams",), (TRAINING_LOGS_ARN, f"{TRAINING_LOGS_ARN}:*")),
     "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
     "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
-    "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name
     "create-jobs": Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (TRAINING_JOBS_ARN,)),
     "pass-job-role": Grant(
         ("iam:PassRole",), (JOB_ROLE_ARN,), {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}

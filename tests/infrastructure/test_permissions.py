@@ -15,7 +15,6 @@ JOB_ROLE = "arn:aws:iam::111122223333:role/microtuning-dev-job"
 # Actions that IAM cannot tie to a resource.
 WITHOUT_RESOURCE = {
     "xray:PutTraceSegments", "xray:PutTelemetryRecords",
-    "sagemaker:ListTrainingJobs",
     "cloudwatch:PutMetricData", "ecr:GetAuthorizationToken",
     "logs:CreateLogDelivery", "logs:GetLogDelivery", "logs:UpdateLogDelivery", "logs:DeleteLogDelivery",
     "logs:ListLogDeliveries", "logs:PutResourcePolicy", "logs:DescribeResourcePolicies", "logs:DescribeLogGroups",
@@ -71,7 +70,7 @@ def test_training_jobs_are_reached_by_the_stages_prefix_only(aws: Any) -> None:
         assert _resources(f"sagemaker:{action}", aws) == {JOBS}
     assert _who_may("sagemaker:CreateTrainingJob", aws) == {"launch_training"}
     used = {action for each in _all_statements(aws) for action in _as_list(each["Action"]) if "sagemaker" in action}
-    assert len(used) == 6
+    assert len(used) == 5
 
 
 def test_whoever_reads_or_writes_objects_may_use_the_stages_key(aws: Any) -> None:
@@ -97,7 +96,7 @@ def test_tokens_are_answered_at_our_machine_on_aws_and_anywhere_on_the_emulator(
 
 
 def test_who_starts_executions_and_that_nobody_stops_one(aws: Any) -> None:
-    starters = {"on_spec_uploaded", "on_training_event", "on_execution_ended", "reconcile"}
+    starters = {"on_spec_uploaded", "on_execution_ended", "reconcile"}
     assert _who_may("states:StartExecution", aws) == starters
     assert _who_may("states:StopExecution", aws) == set()
 
@@ -110,8 +109,8 @@ def test_who_starts_executions_and_that_nobody_stops_one(aws: Any) -> None:
         (
             "tenants",
             {
-                "on_command", "on_training_event", "on_execution_ended", "admit_run", "launch_training", "close_run",
-                "reconcile", "on_dead_letter",
+                "on_spec_uploaded", "on_command", "on_training_event", "on_execution_ended", "admit_run",
+                "launch_training", "close_run", "reconcile",
             },
         ),
     ],

@@ -50,6 +50,9 @@ class AdmissionStore:
         if not_before:
             item["not_before"] = {"S": not_before.isoformat()}
         self._dynamodb.put_item(TableName=self._table, Item=item)
+
+    def remember(self, tenant: str) -> None:
+        """The reconciler looks after the tenants it knows."""
         self._dynamodb.put_item(TableName=self._table, Item={"pk": _STAGE, "sk": {"S": f"TENANT#{tenant}"}})
 
     def forget(self, run_id: str) -> None:

@@ -61,6 +61,7 @@ def _from_console(services: Services, execution: str, state: Any, sent_at: datet
     document = {"tenant": tenant, **document} if isinstance(document, dict) else document
     spec = check_spec(services, tenant, parse_spec(document))
     run_id = new_run_id(tenant, spec.name, sent_at, "execution", execution)
+    services.admissions.remember(tenant)
     if services.runs.create(new_run(run_id, spec, datetime.now(UTC), execution=execution)):
         services.runs.note(run_id, "submitted", f"started from the console as execution {execution}")
     return run_id

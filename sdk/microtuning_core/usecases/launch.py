@@ -36,10 +36,16 @@ def launch(services: Services, token: str, execution: str, run_id: str, attempt:
     except Refused as error:
         if error.failure.failure_class == FailureClass.THROTTLED:
             raise LaunchRefused(error.failure.failure_class, error.failure.message) from error
-        settle(services, run_id, refusal=error.failure)
-        return
+        if not _was_made_all_the_same(services, error, current.job_name):
+            settle(services, run_id, refusal=error.failure)
+            return
     _mark_launched(services, run_id, attempt)
     settle(services, run_id)
+
+
+def _was_made_all_the_same(services: Services, error: Refused, job_name: str) -> bool:
+    """A server error says nothing about whether the job was made; every other refusal says that it was not."""
+    return error.failure.failure_class == FailureClass.PLATFORM and services.jobs.describe(job_name) is not None
 
 
 def _mark_launched(services: Services, run_id: str, number: int) -> None:

@@ -49,7 +49,8 @@ def _answer(services: Services, tenant: str, file: str, receipt: dict[str, Any])
 
 
 def begin_run(services: Services, run: Run) -> None:
-    """Record, then execution: the other way round a run could start that nobody knows."""
+    """Tenant, record, then execution: the other way round a run could start that the reconciler does not know."""
+    services.admissions.remember(run.tenant)
     if services.runs.create(run):
         services.runs.note(run.run_id, "submitted", f"submitted as {run.name!r}")
     services.executions.start(execution_name(run.run_id), {"run_id": run.run_id})
