@@ -130,7 +130,10 @@ def _read_yaml(text: str) -> tuple[Json, Lines]:
     except RecursionError as error:
         raise _refused("is nested too deeply", None) from error
     lines: Lines = {}
-    document = _value(node, "", lines, 0) if node is not None else None
+    try:
+        document = _value(node, "", lines, 0) if node is not None else None
+    except ValueError as error:  # int() takes at most 4,300 digits
+        raise _refused("holds a number with too many digits", None) from error
     return document, lines
 
 

@@ -19,7 +19,8 @@ from microtuning_core.domain.errors import InvalidCode, InvalidSpec, Microtuning
 from microtuning_core.domain.layout import code_key
 from microtuning_core.domain.names import check_tenant
 from microtuning_core.domain.planning import TINY_DECODER, ModelShape, choose_plan
-from microtuning_core.domain.spec import RunSpec, foreign_locations, parse_spec
+from microtuning_core.domain.spec import RunSpec, foreign_locations
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.spec_files import dump_spec_text
 from microtuning_core.usecases.plan import request_for
 from microtuning_sdk._code import CodePackage, package_folder, package_reward, package_script

@@ -19,7 +19,7 @@ from microtuning_core.domain.layout import receipt_key, spec_key, step_prefix
 from microtuning_core.domain.names import job_name, new_run_id
 from microtuning_core.domain.run import RunStatus, new_run
 from microtuning_core.domain.settle import WaitingState
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_local import cloud as local
 
 if TYPE_CHECKING:

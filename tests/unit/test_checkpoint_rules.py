@@ -16,7 +16,7 @@ from microtuning_core.domain.manifest import newest_first
 from microtuning_core.domain.progress import Progress, ProgressMetrics, Restart
 from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Recovery, Run, RunStatus, new_run
 from microtuning_core.domain.settle import register_checkpoint
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.checkpoint import with_progress
 
 CASES = Path(__file__).parents[1] / "cases"

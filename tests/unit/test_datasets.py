@@ -174,3 +174,10 @@ def test_a_row_without_what_the_algorithm_needs_is_refused_by_line(
 
 def test_a_script_run_may_have_rows_of_its_own_kind() -> None:
     check_rows(rows_of({"anything": [1]}, {"text": "a"}), "script", "train.jsonl")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_is_not_finite_is_refused_by_line(number):
+    with pytest.raises(InvalidData, match="line 2") as raised:
+        read_rows("x.jsonl", b'{"prompt": "a"}\n{"prompt": "b", "weight": ' + number.encode() + b"}\n")
+    assert raised.value.line == 2

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from microtuning_core.domain.errors import IllegalTransition
 from microtuning_core.domain.run import FINAL, TRANSITIONS, Attempt, AttemptPlan, Run, RunStatus, new_run
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 
 RUN_ID = "acme-sort-0a1b2c3d4e5f"
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)

@@ -14,7 +14,8 @@ import pytest
 
 from microtuning_core.domain.errors import InvalidData, InvalidSpec
 from microtuning_core.domain.names import StackNames
-from microtuning_core.domain.spec import GrpoSettings, RunSpec, ScriptSettings, SftSettings, parse_spec
+from microtuning_core.domain.spec import GrpoSettings, RunSpec, ScriptSettings, SftSettings
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk import RLTrainer, ScriptTrainer, SFTTrainer, Stage
 from microtuning_sdk._draft import draft

@@ -25,7 +25,7 @@ from microtuning_core.domain.run import (
     RunStatus,
     new_run,
 )
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_sdk import _views
 from microtuning_sdk._display import Standing, changes, detached, ending, event_line, standing_line
 from microtuning_sdk._logs import LogLine, metrics_in

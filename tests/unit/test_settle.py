@@ -37,7 +37,7 @@ from microtuning_core.domain.settle import (
     decide,
     fail_run,
 )
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 
 S = RunStatus
 FC = FailureClass

@@ -16,7 +16,7 @@ from microtuning_core.domain.failures import BILLED_ATTEMPTS_WITHOUT_PROGRESS, b
 from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.run import FINAL, TRANSITIONS, Attempt, AttemptPlan, Run, RunStatus, new_run
 from microtuning_core.domain.settle import MAX_EXECUTIONS, ExecutionFacts, Facts, closed, decide, history
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 
 RUN_ID = "acme-sort-0a1b2c3d4e5f"
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)

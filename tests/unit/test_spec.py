@@ -1,6 +1,7 @@
 """The run spec: vetted defaults, unknown fields refused, every problem at once by field and line."""
 
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microtuning_core.domain.errors import InvalidSpec
-from microtuning_core.domain.spec import ALGORITHMS, RunSpec, foreign_locations, locations, parse_spec
+from microtuning_core.domain.spec import ALGORITHMS, RunSpec, foreign_locations, locations
+from microtuning_core.domain.spec_checks import parse_spec
 
 CASES = Path(__file__).parents[1] / "cases"
 DATA = "s3://bucket/tenants/default/datasets/x/train.jsonl"
@@ -63,7 +65,11 @@ def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
         ({"model": {"base": "/home/me/model"}}, "model", "fit\\(\\) uploads a local directory"),
         ({"model": {"arch": "Transformer", "adapter": "qlora"}}, "model.adapter", "use lora"),
         ({"algorithm": {"type": "grpo", "batch_size": 10, "group_size": 4}}, "algorithm", "multiple of group_size"),
-        ({"algorithm": {"type": "magic"}}, "algorithm", "magic"),
+        ({"algorithm": {"type": "magic"}}, "algorithm", "one of sft, grpo, script"),
+        ({"algorithm": {}}, "algorithm", "needs a type"),
+        ({"compute": {"spot": "maybe"}}, "compute.spot", "auto"),
+        ({"compute": {"fallbacks": ["ml.x", "ml.y"]}}, "compute", "ml.x, ml.y"),
+        ({"compute": 3}, "compute", "mapping"),
         ({"reward": None}, "reward", "needs a reward"),
         ({"code": None}, "code", "needs the code"),
         ({"environment": {"max_steps": 3}}, "environment.max_steps", "one turn"),
@@ -77,8 +83,6 @@ def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
     ],
 )
 def test_a_request_that_can_never_work_names_its_field(changes, field, says):
-    import re
-
     found = problems_of(a_document(**changes))
     assert list(found) == [field]
     assert re.search(says, found[field])
@@ -145,3 +149,64 @@ def test_the_algorithms_listed_are_the_members_of_the_union():
         if name.endswith("Settings")
     }
     assert tags == set(ALGORITHMS)
+
+
+NUMBERS = ["model.alpha", "algorithm.learning_rate", "algorithm.max_grad_norm", "algorithm.weight_decay",
+           "algorithm.temperature", "reward.time_limit_s", "reward.success_at"]  # fmt: skip
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    document = a_document()
+    part, field = path.split(".")
+    return document | {part: document[part] | {field: value}}
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 1e999])
+def test_a_number_that_json_does_not_have_is_refused_wherever_it_stands(path, number):
+    """It would be stored as null: unreadable, or read back as "the default"."""
+    assert path in problems_of(with_value(path, number))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "a\ud800"},
+        {"environment_variables": {"A": "\ud800"}},
+        {"environment_variables": {"A": "a\0b"}},
+        {"algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"deep": [{"x": float("inf")}]}}},
+        {"algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"x\0": 1}}},
+    ],
+)
+def test_text_and_numbers_that_cannot_be_stored_are_refused_by_field(changes):
+    (field,) = problems_of(a_document(**changes))
+    assert field.split(".")[0] == next(iter(changes))
+
+
+def test_a_spec_that_a_record_cannot_hold_is_refused_with_its_size():
+    algorithm = {"type": "script", "entry": "train.py", "hyperparameters": {"big": "x" * 600_000}}
+    assert "200,000 bytes" in problems_of(a_document(algorithm=algorithm, reward=None))["spec"]
+
+
+def test_a_secret_and_a_bad_name_are_reported_beside_a_bad_field():
+    found = problems_of(a_document(name="", tenant="Bad", seed=-1, environment_variables={"HF_TOKEN": "x"}))
+    assert set(found) == {"name", "tenant", "seed", "environment_variables.HF_TOKEN"}
+
+
+@given(
+    st.builds(
+        a_document,
+        seed=st.integers(0, 2**31 - 1),
+        name=st.text(min_size=1, max_size=40),
+        budget_usd=st.none() | st.decimals("0.01", "1000", places=2).map(str),
+        reward=st.builds(
+            dict, entry=st.just("rewards:exact"), success_at=st.floats(allow_nan=False, allow_infinity=False)
+        ),
+    )
+)
+def test_whatever_is_accepted_reads_back_as_the_same_spec(document):
+    try:
+        spec = parse_spec(document)
+    except InvalidSpec:
+        return
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec

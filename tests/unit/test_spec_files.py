@@ -128,3 +128,8 @@ _json = st.recursive(
 def test_whatever_is_written_reads_back_the_same(document: dict[str, Any]) -> None:
     read, _ = read_spec_text(dump_spec_text(document))
     assert json.dumps(read) == json.dumps(document)
+
+
+def test_a_number_of_5000_digits_is_refused_and_not_a_crash():
+    with pytest.raises(InvalidSpec, match="too many digits"):
+        read_spec_text("seed: " + "1" * 5000)

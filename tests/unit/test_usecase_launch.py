@@ -9,7 +9,7 @@ import pytest
 
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.launch import channels, job_request, plain_hyperparameters
 from microtuning_core.usecases.services import StageSettings
 
@@ -132,3 +132,10 @@ def test_hyperparameters_that_sagemaker_cannot_take_are_left_to_the_file(given, 
 
 def test_a_run_of_a_recipe_has_no_hyperparameters():
     assert plain_hyperparameters(spec()) == {}
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\r\nb", "", "x" * 2501])
+def test_a_value_that_the_service_will_not_take_travels_by_file_only(value):
+    settings = {"type": "script", "entry": "a.py", "hyperparameters": {"odd": value, "plain": 1}}
+    code = {"uri": f"{OWN}/code/x/code.zip", "sha256": "0" * 64}
+    assert plain_hyperparameters(spec(algorithm=settings, code=code)) == {"plain": "1"}

@@ -21,7 +21,7 @@ from microtuning_core.domain.errors import StaleRevision
 from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.checkpoint import prune
 from microtuning_core.usecases.closing import error_text
 from microtuning_core.usecases.costing import record_cost

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
+from pydantic import ValidationError
 
 from microtuning_core.aws.errors import lost_condition
 from microtuning_core.aws.objects import ObjectStore
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from mypy_boto3_dynamodb import DynamoDBClient
 
 Item = dict[str, Any]
+_LOG = logging.getLogger(__name__)
 _TRIES = 10
 
 
@@ -134,7 +137,7 @@ class RunStore:
                 if limit is not None and limit <= 0:
                     return
                 limit = limit - 1 if limit is not None else None
-                yield Run.model_validate_json(item["record"]["S"])
+                yield from _readable(item)
 
     def open_run_ids(self, tenant: str) -> list[str]:
         return [item["sk"]["S"] for item in self._query(f"TENANT#{tenant}#OPEN", "")]
@@ -214,6 +217,15 @@ class RunStore:
         )
         for page in pages:
             yield from page["Items"]
+
+
+def _readable(item: Item) -> list[Run]:
+    """The run of a listed item; one that cannot be read is logged and must not hide the others."""
+    try:
+        return [Run.model_validate_json(item["record"]["S"])]
+    except ValidationError:
+        _LOG.exception("the record %s cannot be read", item["pk"]["S"])
+        return []
 
 
 def _pk(run_id: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -102,7 +103,9 @@ def _plain(name: str, data: bytes) -> bytes:
 
 def _parse(name: str, line: int, raw: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_such_number)
+        row = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_such_number, parse_float=_finite
+        )
         json.dumps(row, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair would break later
     except UnicodeDecodeError as error:
         raise InvalidData(name, "is not UTF-8", line=line, next_step="Save the file as UTF-8.") from error
@@ -127,6 +130,11 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_such_number(literal: str) -> float:
     raise ValueError(f"{literal} is not a JSON number")
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    return number if math.isfinite(number) else _no_such_number(literal)
 
 
 def _kind(value: object) -> str:

@@ -21,9 +21,9 @@ UsdAmount = Annotated[Decimal, PlainSerializer(str, return_type=str, when_used="
 
 
 class Value(BaseModel):
-    """A part of a record: frozen, and unknown fields are refused."""
+    """A part of a record: frozen, unknown fields are refused, and so are numbers that JSON does not have."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Record(Value):

@@ -15,16 +15,15 @@ recipe of the same name in training_container/recipes/, a heading in docs/algori
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from microtuning_core.domain.catalog import CATALOG
-from microtuning_core.domain.errors import InvalidName, InvalidSpec, Problem
+from microtuning_core.domain.errors import InvalidName, Problem
 from microtuning_core.domain.layout import belongs_to, parse_s3_uri
 from microtuning_core.domain.names import check_run_name, check_tenant
 from microtuning_core.domain.record import Record, UsdAmount, Value
@@ -182,9 +181,9 @@ class ComputeSpec(Value):
 
     @model_validator(mode="after")
     def _known_types(self) -> ComputeSpec:
-        for instance_type in (self.instance, *self.fallbacks):
-            if instance_type != "auto" and instance_type not in CATALOG:
-                raise ValueError(f"{instance_type!r} is not in the catalog; see docs/instances.md")
+        unknown = [each for each in (self.instance, *self.fallbacks) if each != "auto" and each not in CATALOG]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: not in the catalog; see docs/instances.md")
         return self
 
 
@@ -202,16 +201,11 @@ class CodeSpec(Value):
     entry: str | None = None
 
 
-_ENVIRONMENT_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_RESERVED_ENVIRONMENT = ("MICROTUNING_", "SM_", "AWS_")
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL)", re.IGNORECASE)
-
-
 class RunSpec(Record):
     """A run, as its user describes it."""
 
-    name: str
-    tenant: str = "default"
+    name: Annotated[str, _as_value_error(check_run_name)]
+    tenant: Annotated[str, _as_value_error(check_tenant)] = "default"
     model: ModelSpec
     algorithm: Algorithm
     reward: RewardSpec | None = None
@@ -224,100 +218,10 @@ class RunSpec(Record):
     code: CodeSpec | None = None
     environment_variables: dict[str, str] = {}
 
-    @model_validator(mode="after")
-    def _names(self) -> RunSpec:
-        for check, value in ((check_run_name, self.name), (check_tenant, self.tenant)):
-            try:
-                check(value)
-            except InvalidName as error:
-                raise ValueError(f"{error.message} {error.next_step}") from error
-        return self
-
     @property
     def sha256(self) -> str:
         """Of the canonical JSON: two specs that mean the same have the same hash."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
-
-
-def parse_spec(document: Json, lines: Mapping[str, int] | None = None) -> RunSpec:
-    """The spec in `document` (what json or yaml gave), or InvalidSpec with every problem by field and line.
-
-    Args:
-        document: a mapping, as read from the file.
-        lines: line number of each field by dotted path, where the file's reader knows them.
-    """
-    lines = lines or {}
-    if not isinstance(document, Mapping):
-        raise InvalidSpec([Problem("spec", "a spec is a mapping of fields to values", lines.get(""))])
-    try:
-        spec = RunSpec.model_validate(document)
-    except ValidationError as error:
-        raise InvalidSpec([_problem(each, lines) for each in error.errors()]) from error
-    if problems := [*_missing_parts(spec), *_environment_problems(spec.environment_variables)]:
-        raise InvalidSpec([Problem(p.field, p.message, _line_of(p.field, lines)) for p in problems])
-    return spec
-
-
-# pydantic's words, where the reader of a spec is helped by others
-_MESSAGES = {"extra_forbidden": "is no field of a spec", "missing": "is missing"}
-
-
-def _problem(error: Any, lines: Mapping[str, int]) -> Problem:
-    parts = [str(part) for part in error["loc"]]
-    # pydantic puts the union's tag into the path; the user did not write it there
-    path = ".".join(
-        part for i, part in enumerate(parts) if not (i == 1 and parts[0] == "algorithm" and part in ALGORITHMS)
-    )
-    message = _MESSAGES.get(error["type"], error["msg"].removeprefix("Value error, "))
-    # A whole-record rule has no path of its own: it is about the name or the tenant, and says which.
-    return Problem(path or ("tenant" if "tenant" in message else "name"), message, _line_of(path, lines))
-
-
-def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
-    """The line of the field, or of the nearest field around it (a missing field has no line of its own)."""
-    while path and path not in lines:
-        path = path.rpartition(".")[0]
-    return lines.get(path)
-
-
-def _missing_parts(spec: RunSpec) -> list[Problem]:
-    """What one part of a spec asks of another."""
-    problems = []
-    algorithm = spec.algorithm
-    if algorithm.type == "grpo" and spec.reward is None:
-        problems.append(Problem("reward", "grpo needs a reward"))
-    if algorithm.type == "grpo" and spec.environment.max_steps != 1:
-        problems.append(Problem("environment.max_steps", "grpo plays one turn an episode; max_steps must be 1"))
-    if spec.code is None and (algorithm.type == "script" or spec.reward is not None):
-        problems.append(Problem("code", "the entry named by the spec needs the code that holds it"))
-    if spec.model.effective_adapter == "qlora":
-        problems.append(Problem("model.adapter", "qlora is not offered yet; use lora"))
-    if algorithm.type != "script" and spec.model.revision and spec.model.arch:
-        problems.append(Problem("model.revision", "a preset has no revision"))
-    return problems
-
-
-def _environment_problems(variables: Mapping[str, str]) -> list[Problem]:
-    """SageMaker takes at most 100 pairs, a key of letters, digits and _ (512), a value of 512 characters.
-
-    Values are never repeated in a message: they may be secret.
-    """
-    problems = [Problem("environment_variables", "at most 100 are possible")] if len(variables) > 100 else []
-    for name, value in variables.items():
-        field = f"environment_variables.{name}"
-        if not _ENVIRONMENT_NAME.fullmatch(name) or len(name) > 512:
-            problems.append(Problem(field, "a name is letters, digits and _, not starting with a digit"))
-        if name.startswith(_RESERVED_ENVIRONMENT):
-            problems.append(Problem(field, f"names starting with {', '.join(_RESERVED_ENVIRONMENT)} are reserved"))
-        if len(value) > 512:
-            problems.append(Problem(field, f"its value has {len(value)} characters; SageMaker takes 512"))
-        if _SECRET_NAME.search(name):
-            problems.append(
-                Problem(
-                    field, "looks like a secret, and a job's environment is readable by whoever may describe the job"
-                )
-            )
-    return problems
 
 
 def locations(spec: RunSpec) -> list[tuple[str, str]]:
@@ -343,8 +247,3 @@ def foreign_locations(spec: RunSpec, bucket: str) -> list[Problem]:
         for field, uri in locations(spec)
         if not belongs_to(parse_s3_uri(uri), bucket, spec.tenant)
     ]
-
-
-def dump_spec(spec: RunSpec) -> str:
-    """The canonical JSON of a spec, as the container reads it."""
-    return json.dumps(spec.model_dump(mode="json"), ensure_ascii=False, indent=1)

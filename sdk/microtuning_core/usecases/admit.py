@@ -9,7 +9,7 @@ from microtuning_core.domain.errors import InvalidName, InvalidSpec, Problem, Ru
 from microtuning_core.domain.names import check_tenant, new_run_id, parse_run_id
 from microtuning_core.domain.run import Run, RunStatus, new_run
 from microtuning_core.domain.settle import WaitingState
-from microtuning_core.domain.spec import parse_spec
+from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, deliver, grant_slots
 from microtuning_core.usecases.submit import check_spec

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+from microtuning_core.aws.objects import Stored
 from microtuning_core.domain.datasets import Row, check_rows, is_data_file, read_rows
 from microtuning_core.domain.errors import InvalidData, Problem
 from microtuning_core.domain.spec import RunSpec
@@ -11,12 +14,14 @@ from microtuning_core.usecases.services import Services
 CHECKED_BYTES = 32 * 2**20
 
 
-def data_problems(services: Services, spec: RunSpec) -> list[Problem]:
-    """Each data set's first fault, naming file and line. The rows of a script are its own business."""
+def data_problems(services: Services, spec: RunSpec, absent: Set[str]) -> list[Problem]:
+    """Each data set's first fault, naming file and line, but of those that are `absent`. A script knows its own files."""
+    if spec.algorithm.type == "script":
+        return []
     named = {"data.train": spec.data.train, "data.eval": spec.data.eval}
     if spec.algorithm.type == "grpo" and spec.algorithm.warm_start:
         named["algorithm.warm_start.data"] = spec.algorithm.warm_start.data
-    found = [_problem(services, spec, field, uri) for field, uri in named.items() if uri]
+    found = [_problem(services, spec, field, uri) for field, uri in named.items() if uri and field not in absent]
     return [problem for problem in found if problem]
 
 
@@ -28,23 +33,26 @@ def _problem(services: Services, spec: RunSpec, field: str, uri: str) -> Problem
             algorithm_type = "sft" if supervised else spec.algorithm.type
             check_rows(rows, algorithm_type, uri, has_chat_template=spec.model.arch is None)
     except InvalidData as error:
-        return Problem(field, f"{error.message} {error.next_step}")
+        return Problem(field, f"{error.message} {error.next_step}".rstrip("."))
     return None
 
 
 def _rows(services: Services, uri: str) -> list[Row] | None:
     """All rows of the file or folder; None when it is too large to be read here."""
     key = uri.removeprefix(f"s3://{services.names.bucket}/")
-    if key.endswith("/"):
+    folder = key if key.endswith("/") else key.rpartition("/")[0] + "/"
+    if key == folder:
         stored = [each for each in services.objects.walk(key) if is_data_file(each.key)]
+    elif is_data_file(key):
+        stored = [Stored(key, services.objects.bytes_of(key) or 0)]
     else:
-        stored_bytes = services.objects.bytes_of(key)
-        return None if stored_bytes is None or stored_bytes > CHECKED_BYTES else _read(services, key)
+        raise InvalidData(
+            key.removeprefix(folder), "is not a .jsonl or .jsonl.gz file", next_step="Name one, or a folder."
+        )
     if sum(each.bytes for each in stored) > CHECKED_BYTES:
         return None
-    return [row for each in stored for row in _read(services, each.key)]
-
-
-def _read(services: Services, key: str) -> list[Row]:
-    body = services.objects.read(key)
-    return read_rows(key.rsplit("/", 1)[-1], body or b"")
+    return [
+        row
+        for each in stored
+        for row in read_rows(each.key.removeprefix(folder), services.objects.read(each.key) or b"")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -107,14 +108,18 @@ def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str
 def plain_hyperparameters(spec: RunSpec) -> dict[str, str]:
     """A script's settings as SageMaker shows them, where they fit; the exact ones always travel by file.
 
-    The service takes 100 keys of 256 characters and values of 2,500.
+    The service takes 100 keys of 256 characters and values of 2,500, each of one line.
     """
     given = spec.algorithm.hyperparameters if spec.algorithm.type == "script" else {}
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in given.items()
     }
-    fitting = {key: value for key, value in texts.items() if len(key) <= 256 and 0 < len(value) <= 2500}
+    fitting = {key: value for key, value in texts.items() if _fits(key, 256) and _fits(value, 2500)}
     return dict(list(fitting.items())[:100])
+
+
+def _fits(text: str, limit: int) -> bool:
+    return 0 < len(text) <= limit and re.fullmatch(".*", text) is not None
 
 
 def channels(run: Run, attempt: Attempt, bucket: str) -> list[tuple[str, S3Uri]]:

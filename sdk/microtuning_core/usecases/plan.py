@@ -22,7 +22,8 @@ from microtuning_core.domain.planning import (
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
-from microtuning_core.domain.spec import RunSpec, dump_spec
+from microtuning_core.domain.spec import RunSpec
+from microtuning_core.domain.spec_checks import dump_spec
 from microtuning_core.usecases.services import Services
 
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})

@@ -6,6 +6,7 @@ run's own name. A handler that was killed between two steps is simply run again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +15,8 @@ from microtuning_core.domain.layout import receipt_key, spec_key
 from microtuning_core.domain.names import execution_name, new_run_id
 from microtuning_core.domain.planning import choose_plan
 from microtuning_core.domain.run import Run, new_run
-from microtuning_core.domain.spec import RunSpec, foreign_locations, locations, parse_spec
+from microtuning_core.domain.spec import RunSpec, foreign_locations, locations
+from microtuning_core.domain.spec_checks import parse_spec, with_lines
 from microtuning_core.spec_files import read_spec_text
 from microtuning_core.usecases.data_checks import data_problems
 from microtuning_core.usecases.plan import plan_request
@@ -61,19 +63,20 @@ def checked_spec(services: Services, tenant: str, body: bytes, file: str) -> Run
     document, lines = read_spec_text(body, file)
     if isinstance(document, dict):
         document = {"tenant": tenant, **document}
-    return check_spec(services, tenant, parse_spec(document, lines))
+    return check_spec(services, tenant, parse_spec(document, lines), lines)
 
 
-def check_spec(services: Services, tenant: str, spec: RunSpec) -> RunSpec:
-    """What only the stage can judge: the tenant, that everything it reads lies in its prefix and is there, that it fits."""
+def check_spec(services: Services, tenant: str, spec: RunSpec, lines: Mapping[str, int] | None = None) -> RunSpec:
+    """What only the stage can judge: whose it is, that all it reads is the tenant's own, there and good, and that it fits."""
     problems = list(foreign_locations(spec, services.names.bucket))
     if spec.tenant != tenant:
         problems.insert(0, Problem("tenant", f"the spec says {spec.tenant!r} and was uploaded by {tenant!r}"))
-    problems = (
-        problems or _missing_objects(services, spec) or data_problems(services, spec) or _does_not_fit(services, spec)
-    )
+    if not problems:  # else the next questions would be asked of what is not this tenant's
+        missing = _missing_objects(services, spec)
+        absent = {problem.field for problem in missing}
+        problems = [*missing, *data_problems(services, spec, absent), *_does_not_fit(services, spec, absent)]
     if problems:
-        raise InvalidSpec(problems)
+        raise InvalidSpec(with_lines(problems, lines or {}))
     return spec
 
 
@@ -90,7 +93,9 @@ def _missing_objects(services: Services, spec: RunSpec) -> list[Problem]:
     return problems
 
 
-def _does_not_fit(services: Services, spec: RunSpec) -> list[Problem]:
+def _does_not_fit(services: Services, spec: RunSpec, absent: Set[str]) -> list[Problem]:
+    if "model.base" in absent:
+        return []
     try:
         choose_plan(plan_request(services, spec), [])
     except MicrotuningError as error:

@@ -1,0 +1,166 @@
+"""From a document to a RunSpec, or to every problem it has: by field, by line where the file's reader knows them.
+
+Three kinds of rules, all run, all reported together: what each field may be (the records in `spec`), what no field may hold
+(values that cannot be stored or shown), and what one part asks of another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from microtuning_core.domain.errors import InvalidSpec, Problem
+from microtuning_core.domain.spec import ALGORITHMS, Json, RunSpec
+
+MAX_SPEC_BYTES = 200_000  # a run's record holds its spec, and DynamoDB an item of 400 kB
+
+_ENVIRONMENT_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_RESERVED_ENVIRONMENT = ("MICROTUNING_", "SM_", "AWS_")
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL)", re.IGNORECASE)
+
+# pydantic's words, where the reader of a spec is helped by others
+_MESSAGES = {
+    "extra_forbidden": "is no field of a spec",
+    "missing": "is missing",
+    "model_type": "is a mapping of fields to values",
+    "dict_type": "is a mapping of names to values",
+    "union_tag_not_found": f"needs a type: one of {', '.join(ALGORITHMS)}",
+    "union_tag_invalid": f"has another type: it is one of {', '.join(ALGORITHMS)}",
+}
+
+
+def parse_spec(document: Json, lines: Mapping[str, int] | None = None) -> RunSpec:
+    """The spec in `document` (what json or yaml gave), or InvalidSpec with every problem by field and line.
+
+    Args:
+        document: a mapping, as read from the file.
+        lines: line number of each field by dotted path, where the file's reader knows them.
+    """
+    lines = lines or {}
+    if not isinstance(document, Mapping):
+        raise InvalidSpec([Problem("spec", "a spec is a mapping of fields to values", lines.get(""))])
+    problems = [*_unstorable(document, ""), *_environment_problems(document.get("environment_variables"))]
+    try:
+        spec = RunSpec.model_validate(document)
+    except ValidationError as error:
+        raise InvalidSpec(with_lines([*_field_problems(error), *problems], lines)) from error
+    problems += _missing_parts(spec)
+    if not problems and len(spec.model_dump_json()) > MAX_SPEC_BYTES:
+        problems.append(
+            Problem("spec", f"has over {MAX_SPEC_BYTES:,} bytes; put long values into the code or the data")
+        )
+    if problems:
+        raise InvalidSpec(with_lines(problems, lines))
+    return spec
+
+
+def with_lines(problems: list[Problem], lines: Mapping[str, int]) -> list[Problem]:
+    """The problems with their lines, one a field: the first that was found."""
+    first: dict[str, Problem] = {}
+    for each in problems:
+        first.setdefault(each.field, Problem(each.field, each.message, each.line or _line_of(each.field, lines)))
+    return list(first.values())
+
+
+def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
+    """The line of the field, or of the nearest field around it (a missing field has no line of its own)."""
+    while path and path not in lines:
+        path = path.rpartition(".")[0]
+    return lines.get(path)
+
+
+def _field_problems(error: ValidationError) -> list[Problem]:
+    return [Problem(_path(each["loc"]), _words(each["type"], each["msg"])) for each in error.errors()]
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """The field as its user wrote it: pydantic adds the union's tag, and the kind that a value was tried as."""
+    parts = [str(part) for part in location]
+    if parts[:1] == ["algorithm"] and parts[1:2] and parts[1] in ALGORITHMS:
+        del parts[1]
+    if len(parts) > 2 and (parts[-1].startswith("literal[") or parts[-1] == "bool"):
+        del parts[-1]
+    return ".".join(parts) or "spec"
+
+
+def _words(kind: str, message: str) -> str:
+    return _MESSAGES.get(kind, message.removeprefix("Value error, ")).rstrip(".")
+
+
+# --- values that no field may hold -----------------------------------------------------------------------------------
+
+
+def _unstorable(value: Json, path: str) -> Iterator[Problem]:
+    """Numbers that JSON does not have, and text that UTF-8 or a process's environment does not take."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _unstorable_text(str(name), path or "spec")
+            yield from _unstorable(part, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _unstorable(part, f"{path}.{i}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, "is not a finite number")
+    elif isinstance(value, str):
+        yield from _unstorable_text(value, path)
+
+
+def _unstorable_text(text: str, path: str) -> Iterator[Problem]:
+    if "\0" in text:
+        yield Problem(path, "holds a NUL character")
+    elif any("\ud800" <= character <= "\udfff" for character in text):
+        yield Problem(path.encode("utf-8", "replace").decode(), "holds half of a surrogate pair (\\ud8… alone)")
+
+
+def _environment_problems(variables: Any) -> list[Problem]:
+    """SageMaker takes at most 100 pairs, a key of letters, digits and _ (512), a value of 512 characters.
+
+    Values are never repeated in a message: they may be secret.
+    """
+    if not isinstance(variables, Mapping):
+        return []
+    problems = [Problem("environment_variables", "at most 100 are possible")] if len(variables) > 100 else []
+    for name, value in variables.items():
+        field = f"environment_variables.{name}"
+        problems += [Problem(field, message) for message in _environment_faults(str(name), value)]
+    return problems
+
+
+def _environment_faults(name: str, value: Any) -> Iterator[str]:
+    if not _ENVIRONMENT_NAME.fullmatch(name) or len(name) > 512:
+        yield "a name is letters, digits and _, not starting with a digit"
+    if name.startswith(_RESERVED_ENVIRONMENT):
+        yield f"names starting with {', '.join(_RESERVED_ENVIRONMENT)} are reserved"
+    if isinstance(value, str) and len(value) > 512:
+        yield f"its value has {len(value)} characters; SageMaker takes 512"
+    if _SECRET_NAME.search(name):
+        yield "looks like a secret, and a job's environment is readable by whoever may describe the job"
+
+
+# --- what one part asks of another -----------------------------------------------------------------------------------
+
+
+def _missing_parts(spec: RunSpec) -> list[Problem]:
+    problems = []
+    algorithm = spec.algorithm
+    if algorithm.type == "grpo" and spec.reward is None:
+        problems.append(Problem("reward", "grpo needs a reward"))
+    if algorithm.type == "grpo" and spec.environment.max_steps != 1:
+        problems.append(Problem("environment.max_steps", "grpo plays one turn an episode; max_steps must be 1"))
+    if spec.code is None and (algorithm.type == "script" or spec.reward is not None):
+        problems.append(Problem("code", "the entry named by the spec needs the code that holds it"))
+    if spec.model.effective_adapter == "qlora":
+        problems.append(Problem("model.adapter", "qlora is not offered yet; use lora"))
+    if algorithm.type != "script" and spec.model.revision and spec.model.arch:
+        problems.append(Problem("model.revision", "a preset has no revision"))
+    return problems
+
+
+def dump_spec(spec: RunSpec) -> str:
+    """The canonical JSON of a spec, as the container reads it."""
+    return json.dumps(spec.model_dump(mode="json"), ensure_ascii=False, indent=1)
