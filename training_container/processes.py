@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Of cgroup v2, and of v1, which older hosts still run.
+_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -24,10 +27,18 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def oom_kills() -> int:
-    """How often the kernel killed in this container for memory; 0 where cgroup v2 does not say."""
+    """How often the kernel killed in this container for memory; 0 where no cgroup says."""
+    for counters in _OOM_COUNTERS:
+        with contextlib.suppress(OSError):
+            lines = counters.read_text("utf-8").splitlines()
+            counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+            return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def signal_name(number: int) -> str:
+    """ "SIGSEGV" for 11; a real-time signal has no name of its own."""
     try:
-        lines = Path("/sys/fs/cgroup/memory.events").read_text("utf-8").splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split() for line in lines if " " in line)
-    return int(counts.get("oom_kill", 0))
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

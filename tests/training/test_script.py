@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from training_container.failures import Failure
+from training_container.job import read_job, unpack_code
 from training_container.paths import MlTree
+from training_container.processes import oom_kills
+from training_container.recipes.script import run_script
 from training_container.sagemaker_env import command_line, derive
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -113,7 +117,8 @@ def test_a_raising_script_fails_as_user_with_its_own_file_and_line(a_box: Box) -
         ("import sys; sys.exit('no GPU here')", "user", "no GPU here"),
         ("raise MemoryError", "memory", "MemoryError"),
         ("raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')", "memory", "CUDA out of memory"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "platform", "killed by signal 9"),
+        ("raise SystemExit(137)", "memory", "exit status 137"),
+        ("raise SystemExit(139)", "user", "exit status 139"),
     ],
 )
 def test_a_script_that_ends_badly_says_how(text: str, failure_class: str, message: str, a_box: Box) -> None:
@@ -121,6 +126,72 @@ def test_a_script_that_ends_badly_says_how(text: str, failure_class: str, messag
     assert box.supervise().returncode == 1
     assert box.failure["class"] == failure_class
     assert message in box.failure["message"]
+
+
+@pytest.mark.parametrize(
+    ("number", "failure_class"),
+    [(signal.SIGKILL, "platform")]
+    + [(number, "user") for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1)]
+    + [(number, "user") for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)],
+)
+def test_a_script_that_dies_of_a_signal_nobody_sent_has_failed_and_the_signal_is_named(
+    number: signal.Signals, failure_class: str, a_box: Box
+) -> None:
+    text = (
+        f"import os, signal\nsignal.signal({number:d}, signal.SIG_DFL)\n" if number != signal.SIGKILL else "import os\n"
+    )
+    box = a_box(**script(f"{text}os.kill(os.getpid(), {number:d})\n"))
+    assert box.supervise().returncode == 1
+    assert box.failure == {"class": failure_class, "message": f"The script was killed by {number.name}."}
+
+
+def test_the_last_words_of_a_script_that_aborted_are_kept(a_box: Box) -> None:
+    box = a_box(**script("import os, sys\nprint('assertion failed', file=sys.stderr, flush=True)\nos.abort()\n"))
+    assert box.supervise().returncode == 1
+    assert box.failure["message"] == "The script was killed by SIGABRT. It said last: assertion failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "kills", "failure_class"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", (4, 5), "memory"),
+        ("import os; os.kill(os.getpid(), 9)", (4, 4), "platform"),
+        ("import os; os.kill(os.getpid(), 11)", (4, 5), "user"),
+        ("raise ValueError", (4, 5), "user"),
+    ],
+)
+def test_sigkill_is_out_of_memory_where_the_kernel_counted_one(
+    text: str, kills: tuple[int, int], failure_class: str, a_box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter(kills)
+    monkeypatch.setattr("training_container.recipes.script.oom_kills", lambda: next(counted))
+    _, failure = run_here(a_box(**script(text)))
+    assert failure is not None and failure.failure_class == failure_class
+
+
+def run_here(box: Any) -> tuple[int, Failure | None]:
+    """The script as a child of this process."""
+    box.tree.make_outputs()
+    job = read_job({"MICROTUNING_ML_ROOT": str(box.tree.root)})
+    unpack_code(box.tree)
+    return run_script(job, lambda pid: None)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 0\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_kills_for_memory_are_read_from_either_version_of_cgroups(
+    file: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (tmp_path / "memory.events", tmp_path / "memory.oom_control")
+    monkeypatch.setattr("training_container.processes._OOM_COUNTERS", paths)
+    assert oom_kills() == 0
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    assert oom_kills() == 2
 
 
 def test_a_missing_entry_is_named(a_box: Box) -> None:
