@@ -96,10 +96,13 @@ def script_hyperparameters(job: Job) -> dict[str, Any]:
     """What a user's script sees: SageMaker's strings, each read as JSON where it is JSON, overlaid with the exact values.
 
     SageMaker allows 100 keys of 2,500 characters and only strings; config/hyperparameters.json has no such limits.
+    Paths under /opt/ml are where this machine keeps them, so that one call of fit() runs here and on AWS.
     """
     raw = _json_file(job.tree.input_config / "hyperparameters.json")
     exact = _json_file(job.tree.channel("config") / "hyperparameters.json")
-    return {key: _decoded(value) for key, value in raw.items()} | getattr(job.algorithm, "hyperparameters", {}) | exact
+    sagemakers = {key: _decoded(value) for key, value in raw.items()}
+    values: dict[str, Any] = job.tree.located(sagemakers | getattr(job.algorithm, "hyperparameters", {}) | exact)
+    return values
 
 
 def _json_file(path: Any) -> dict[str, Any]:

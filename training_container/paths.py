@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEFAULT_ML_ROOT = "/opt/ml"
 
@@ -19,6 +20,15 @@ class MlTree:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> MlTree:
         return cls(Path(environment.get("MICROTUNING_ML_ROOT") or DEFAULT_ML_ROOT))
+
+    def located(self, value: Any) -> Any:
+        """`value`, with each text in it that names a place under /opt/ml naming the same place under this root."""
+        if isinstance(value, str):
+            is_ours = value == DEFAULT_ML_ROOT or value.startswith(DEFAULT_ML_ROOT + "/")
+            return f"{self.root}{value.removeprefix(DEFAULT_ML_ROOT)}" if is_ours else value
+        if isinstance(value, dict):
+            return {key: self.located(item) for key, item in value.items()}
+        return [self.located(item) for item in value] if isinstance(value, list) else value
 
     def channel(self, name: str) -> Path:
         return self.root / "input" / "data" / name

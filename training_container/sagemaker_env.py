@@ -50,6 +50,7 @@ def _places(tree: MlTree) -> dict[str, str]:
     output = tree.output_data.parent
     return {
         "SM_MODEL_DIR": str(tree.model),
+        "SM_CHECKPOINT_DIR": str(tree.checkpoints),  # the toolkit has none, so its scripts name /opt/ml/checkpoints
         "SM_INPUT_DIR": str(tree.root / "input"),
         "SM_INPUT_DATA_DIR": str(tree.root / "input" / "data"),
         "SM_INPUT_CONFIG_DIR": str(tree.input_config),

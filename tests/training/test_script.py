@@ -90,6 +90,60 @@ def test_the_seed_script_runs_as_it_is_and_with_device_map_auto(
     assert {path.name for path in box.tree.model.iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json"}
 
 
+COUNTS_FROM_ITS_CHECKPOINT = """
+import os, sys, time
+from pathlib import Path
+kept = Path(os.environ["SM_CHECKPOINT_DIR"]) / "n"
+n = int(kept.read_text()) if kept.exists() else 0
+print("began at", n, flush=True)
+while n < 40:
+    n += 1
+    kept.with_suffix(".new").write_text(str(n))
+    kept.with_suffix(".new").replace(kept)
+    print("reached", n, flush=True)
+    time.sleep(60 if n == 7 else 0)
+"""
+
+
+def test_a_killed_script_goes_on_from_its_own_checkpoint_in_the_same_root(a_box: Box) -> None:
+    box = a_box(**script(COUNTS_FROM_ITS_CHECKPOINT))
+    with box.start() as process:
+        assert process.stdout.readline() == "began at 0\n"
+        while process.stdout.readline() != "reached 7\n":
+            assert process.poll() is None
+        process.kill()  # the supervisor; the script goes with it
+        process.communicate(timeout=10)
+    done = box.supervise()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("began at 7\n")
+    assert (box.tree.checkpoints / "n").read_text() == "40"
+
+
+def test_every_place_under_opt_ml_is_given_where_it_is(a_box: Box) -> None:
+    values = {
+        "model": "/opt/ml/input/data/model", "root": "/opt/ml", "many": ["/opt/ml/code/a", {"b": "/opt/ml/b"}],
+        "other": "/opt/mlx/a", "inside": "see /opt/ml/a", "number": 3,
+    }  # fmt: skip
+    box = a_box(**script(WRITES_WHAT_IT_SEES, values))
+    assert box.supervise().returncode == 0
+    root = str(box.tree.root)
+    wanted = {
+        **values, "model": f"{root}/input/data/model", "root": root, "many": [f"{root}/code/a", {"b": f"{root}/b"}],
+    }  # fmt: skip
+    seen = seen_by(box)
+    environment = seen["environment"]
+    assert json.loads(environment["SM_HPS"]) == wanted
+    assert json.loads(environment["SM_TRAINING_ENV"])["hyperparameters"] == wanted
+    assert environment["SM_HP_MODEL"] == wanted["model"]
+    flags = dict(zip(seen["argv"][::2], seen["argv"][1::2], strict=True))
+    assert (flags["--model"], flags["--root"], flags["--other"]) == (wanted["model"], root, "/opt/mlx/a")
+
+
+def test_at_opt_ml_itself_every_path_stays_as_it_is() -> None:
+    values = {"model": "/opt/ml/input/data/model", "many": ["/opt/ml"]}
+    assert MlTree.from_environment({}).located(values) == values
+
+
 def test_code_may_come_as_a_zip(a_box: Box) -> None:
     box = a_box(**script(WRITES_WHAT_IT_SEES))
     source = box.tree.channel("code") / "train.py"
