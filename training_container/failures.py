@@ -19,6 +19,8 @@ from typing import Literal
 
 from microtuning_core.domain.errors import InvalidCode, InvalidData, InvalidSpec
 
+from .texts import printable, text_of
+
 FailureClass = Literal["memory", "numerics", "user", "platform"]
 MAX_FAILURE_BYTES = 900
 
@@ -66,13 +68,14 @@ class Failure:
 
     def as_line(self) -> str:
         """The JSON line; a long message loses its end, never its class, file or line."""
-        message = self.message
+        message = printable(self.message)[:MAX_FAILURE_BYTES]
         while len(text := self._dump(message).encode()) > MAX_FAILURE_BYTES:
             message = message[: len(message) - max(1, (len(text) - MAX_FAILURE_BYTES) // 6 + 1)]
         return self._dump(message)
 
     def _dump(self, message: str) -> str:
-        fields = {"class": self.failure_class, "message": message, "file": self.file, "line": self.line}
+        file = None if self.file is None else printable(self.file)
+        fields = {"class": self.failure_class, "message": message, "file": file, "line": self.line}
         return json.dumps({key: value for key, value in fields.items() if value is not None}, ensure_ascii=False)
 
 
@@ -83,7 +86,7 @@ def classify(error: BaseException, *, user_code: Path | None = None) -> Failure:
     if is_out_of_memory(error):
         return Failure("memory", f"Out of memory: {first_line(error)}")
     if isinstance(error, InvalidData | InvalidSpec | InvalidCode):
-        return Failure("user", str(error), getattr(error, "file", None), getattr(error, "line", None))
+        return Failure("user", text_of(error), getattr(error, "file", None), getattr(error, "line", None))
     frame = innermost_frame(error, user_code)
     failure_class: FailureClass = "user" if frame and user_code and frame[0].startswith(str(user_code)) else "platform"
     return Failure(failure_class, f"{type(error).__name__}: {first_line(error)}", *(frame or (None, None)))
@@ -91,7 +94,7 @@ def classify(error: BaseException, *, user_code: Path | None = None) -> Failure:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch raises its own class on an accelerator and a RuntimeError on the host."""
-    text = str(error)
+    text = text_of(error)
     return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
@@ -104,10 +107,10 @@ def innermost_frame(error: BaseException, prefer: Path | None = None) -> tuple[s
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (text_of(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def write_failure(path: Path, failure: Failure) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(failure.as_line(), encoding="utf-8")
-    print(f"failed ({failure.failure_class}): {failure.message}", file=sys.stderr, flush=True)
+    print(f"failed ({failure.failure_class}): {printable(failure.message)}", file=sys.stderr, flush=True)

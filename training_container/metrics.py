@@ -3,7 +3,7 @@
     {"event": "metrics", "step": 40, "time": "2026-01-02T03:04:05.678Z", "attempt": 1, "reward": 0.71, "loss": 0.02}
     {"event": "eval", "when": "before", "step": 0, …}   {"event": "phase" | "recovery" | "notice", …}
 
-Every line is valid JSON: a value that is not finite becomes null.
+Every line is valid JSON, and UTF-8 once read: a value that is not finite becomes null, half a surrogate pair an escape.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from .texts import printable
 
 
 class EventLog:
@@ -41,12 +43,14 @@ def now_text() -> str:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with plain Python numbers in it and null for what JSON has no number for."""
+    """`value` with plain Python numbers and whole characters in it, and null for what JSON has no number for."""
     if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
+        return {printable(str(key)): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, str):
+        return printable(value)
+    if value is None or isinstance(value, bool | int):
         return value
     number = float(value)
     return number if math.isfinite(number) else None

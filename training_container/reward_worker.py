@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .processes import die_with_parent
+from .texts import text_of, traceback_of
 
 Reward = Callable[..., Any]
 _LENGTH = struct.Struct("!Q")
@@ -68,8 +69,8 @@ def answer(work: Callable[[], dict[str, Any]], code: Path) -> dict[str, Any]:
         return {"error": {"message": str(error)}}
     except BaseException as error:
         file, line = user_frame(error, code)
-        message = f"{type(error).__name__}: {error}"
-        return {"error": {"message": message, "file": file, "line": line, "traceback": traceback.format_exc()}}
+        message = f"{type(error).__name__}: {text_of(error)}"
+        return {"error": {"message": message, "file": file, "line": line, "traceback": traceback_of(error)}}
 
 
 def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from training_container.failures import UserFailure
+from training_container.failures import UserFailure, classify
 from training_container.reward_worker import Refusal, accepted, as_rewards, call_reward
 from training_container.rewards import Question, RewardFunction, Scores
 
@@ -194,6 +194,43 @@ def test_an_exception_ends_with_the_users_file_and_line_and_its_traceback_on_std
         ask(source, asked("x"))
     assert (failure.value.file, failure.value.line) == (str(tmp_path / "user.py"), 2)
     assert "return int(text)" in capfd.readouterr().err
+
+
+# Exceptions that are hard to tell about.
+SAYS_HALF_A_CHARACTER = "raise ValueError('half \\ud800 of a pair')"
+TELLS_NOTHING = """
+class Mute(Exception):
+    def __str__(self):
+        raise {raised}
+    __repr__ = __str__
+raise Mute
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (SAYS_HALF_A_CHARACTER, r"ValueError: half \ud800 of a pair"),
+        ("raise type('\\u00c4rger', (Exception,), {})('\\udfff')", r"Ärger: \udfff"),
+        (TELLS_NOTHING.format(raised="RuntimeError"), "Mute: (its text cannot be had: __str__ raised RuntimeError)"),
+        (TELLS_NOTHING.format(raised="SystemExit"), "Mute: (its text cannot be had: __str__ raised SystemExit)"),
+        ("raise type('E', (Exception,), {'__str__': lambda self: 3})", "E: (its text cannot be had: __str__ raised"),
+        ("raise SyntaxError('odd', ('file', 1, 1, 5))", "SyntaxError: odd"),
+        ("raise BaseExceptionGroup('\\ud800', [KeyboardInterrupt('\\ud800')])", r"BaseExceptionGroup: \ud800"),
+    ],
+)
+@pytest.mark.parametrize("when", ["loading", "scoring"])
+def test_an_exception_that_is_hard_to_tell_about_is_the_users_with_file_and_line(
+    source: str, message: str, when: str, ask: Ask, tmp_path: Path
+) -> None:
+    scores = "def score(**kw):\n" + "".join(f"    {line}\n" for line in source.strip().splitlines())
+    with pytest.raises(UserFailure) as caught:
+        ask(source if when == "loading" else scores, asked("a"))
+    assert message in caught.value.message
+    raised_at = len(source.strip().splitlines()) + (1 if when == "scoring" else source.startswith("\n"))
+    failure = json.loads(classify(caught.value).as_line().encode("utf-8"))
+    assert (failure["class"], failure["file"], failure["line"]) == ("user", str(tmp_path / "user.py"), raised_at)
+    assert failure["message"] == caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from microtuning_core.domain.errors import InvalidData
-from training_container.failures import MAX_FAILURE_BYTES, Failure, classify
+from training_container.failures import MAX_FAILURE_BYTES, Failure, UserFailure, classify, write_failure
+from training_container.metrics import EventLog
 from training_container.supervisor import WARM_IMPORTS
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,37 @@ def test_a_long_failure_keeps_class_file_and_line_within_900_bytes() -> None:
 )
 def test_an_exception_has_a_class_the_control_plane_acts_on(error: Exception, failure_class: str) -> None:
     assert classify(error).failure_class == failure_class
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("half \ud800"), "ValueError: half \\ud800"),
+        (UserFailure("half \ud800", file="\udcff.py", line=2), "half \\ud800"),
+        (InvalidData("\udcff.jsonl", "is half \ud800"), "\\udcff.jsonl: is half \\ud800."),
+        (RuntimeError("out of memory \ud800"), "Out of memory: out of memory \\ud800"),
+        (Mute(), "Mute: (its text cannot be had: __str__ raised ValueError)"),
+        (ValueError("\ud800" * 10_000), "ValueError: \\ud800\\ud800"),
+    ],
+)
+def test_any_text_fits_into_the_failure_file_and_into_a_log_line(
+    error: Exception, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = classify(error)
+    write_failure(tmp_path / "failure", failure)
+    written = (tmp_path / "failure").read_bytes()
+    assert len(written) <= MAX_FAILURE_BYTES
+    assert json.loads(written)["message"].startswith(message)
+    EventLog(tmp_path / "metrics.jsonl", 1).emit("notice", **{"message": failure.message, "\ud800": ["\ud800"]})
+    for text in ((tmp_path / "metrics.jsonl").read_text("utf-8"), capsys.readouterr().out):
+        line = json.loads(text)
+        assert line["message"].startswith(message)
+        assert line["\\ud800"] == ["\\ud800"]
 
 
 def test_the_image_holds_every_package_the_container_imports_at_the_tested_version() -> None:
