@@ -27,6 +27,7 @@ from .processes import die_with_parent
 from .texts import text_of, traceback_of
 
 Reward = Callable[..., Any]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LENGTH = struct.Struct("!Q")
 
 
@@ -125,7 +126,8 @@ def _unpickled(path: Path, code: Path) -> Any:
 def call_reward(reward: Reward, arguments: dict[str, Any], seed: int) -> list[float | None]:
     """One number or None a completion, from whatever the function returned."""
     _seed(seed)
-    result = reward(**accepted(reward, arguments))
+    by_position, by_name = accepted(reward, arguments)
+    result = reward(*by_position, **by_name)
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     return as_rewards(result, len(arguments["completions"]))
@@ -141,8 +143,8 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def accepted(reward: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments the signature takes.
+def accepted(reward: Reward, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Those of the arguments the signature takes: by position what it takes no other way, the rest by name.
 
     Raises:
         Refusal: it asks for one that is neither an argument nor a column of the data.
@@ -150,14 +152,14 @@ def accepted(reward: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(reward).parameters.values()
     except (TypeError, ValueError):
-        return arguments  # a built-in without a signature
+        return [], arguments  # a built-in without a signature
     missing = [p.name for p in parameters if _is_required(p) and p.name not in arguments]
     if missing:
         raise Refusal(f"it asks for {missing[0]!r}, and the rows have {', '.join(sorted(arguments))}")
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return arguments
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in arguments.items() if name in named}
+    placed = {p.name: arguments.get(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    wanted = arguments.keys() if takes_all else {p.name for p in parameters if p.kind in _BY_NAME}
+    return list(placed.values()), {k: v for k, v in arguments.items() if k in wanted and k not in placed}
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

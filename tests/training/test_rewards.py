@@ -113,9 +113,28 @@ def test_a_wrong_number_of_rewards_is_refused_with_both_numbers(count: int) -> N
 
 def test_a_function_gets_only_the_arguments_its_signature_takes() -> None:
     given = {"prompts": ["q"], "completions": ["c"], "completion_ids": [[1]], "answer": ["a"]}
-    assert accepted(lambda completions, answer: 0, given) == {"completions": ["c"], "answer": ["a"]}
-    assert accepted(lambda **columns: 0, given) == given
-    assert accepted(functools.partial(lambda completions, bonus: 0, bonus=1), given) == {"completions": ["c"]}
+    assert accepted(lambda completions, answer: 0, given) == ([], {"completions": ["c"], "answer": ["a"]})
+    assert accepted(lambda **columns: 0, given) == ([], given)
+    assert accepted(functools.partial(lambda completions, bonus: 0, bonus=1), given) == ([], {"completions": ["c"]})
+
+
+def test_what_a_signature_takes_by_position_only_is_given_by_position() -> None:
+    given = {"prompts": ["q"], "completions": ["c"], "completion_ids": [[1]], "answer": ["a"]}
+    others = {"prompts": ["q"], "completion_ids": [[1]], "answer": ["a"]}
+    assert accepted(lambda completions, /, **_: 0, given) == ([["c"]], others)
+    assert accepted(lambda answer, completions, /: 0, given) == ([["a"], ["c"]], {})
+    assert accepted(lambda prompts, /, completions, *, answer: 0, given) == (
+        [["q"]], {"completions": ["c"], "answer": ["a"]},
+    )  # fmt: skip
+    assert accepted(lambda other=7, completions=(), /: 0, given) == ([7, ["c"]], {})
+    assert accepted(functools.partial(lambda bonus, completions, /: 0, 1), given) == ([["c"]], {})
+    with pytest.raises(Refusal, match="asks for 'texts', and the rows have answer"):
+        accepted(lambda texts, /: 0, given)
+
+
+def test_a_reward_with_position_only_parameters_scores(ask: Ask) -> None:
+    source = "def score(completions, answer, /, **_):\n    return [c == a for c, a in zip(completions, answer)]\n"
+    assert ask(source, asked("4", "5", answer=["4", "4"])).values == [1.0, 0.0]
 
 
 def test_a_function_that_asks_for_a_column_the_rows_lack_is_told_which_they_have() -> None:
