@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.errors import LocalCloudError
+from microtuning_core.domain.errors import LocalCloudError, LocalRequestRefused
 from microtuning_local import deploy, emulator
 from microtuning_local.clients import root_client
 from microtuning_local.home import (
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # What a run meets between its upload and its first step, in that order.
 FIRST_NEEDED = ("on_spec_uploaded", "admit_run", "plan_attempt", "launch_training")
+
+START_FIRST = "Run `microtuning local up` first."
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +146,27 @@ def environment_of(endpoint: Endpoint) -> dict[str, str]:
 
 def tick() -> dict[str, Any]:
     """Run the reconciler now instead of at its next minute; returns what it returned."""
-    return invoke(known_endpoint(), "reconcile", {"source": "microtuning.local", "detail-type": "Tick"})
+    return invoke(running_endpoint(), "reconcile", {"source": "microtuning.local", "detail-type": "Tick"})
 
 
 def reclaim(job_name: str) -> None:
-    """Take a spot job's machine away, as AWS may at any moment: no signal, no grace."""
-    sagemaker.ask(known_endpoint(), "POST", "/_local/reclaim", {"job": job_name})
+    """Take a spot job's machine away, as AWS may at any moment: no signal, no grace.
+
+    Raises:
+        LocalRequestRefused: there is no such job, or it is no spot job that runs.
+    """
+    try:
+        sagemaker.ask(running_endpoint(), "POST", "/_local/reclaim", {"job": job_name})
+    except LocalRequestRefused as refused:
+        raise LocalRequestRefused(
+            f"The machine of {job_name} was not taken away: {refused.message}",
+            next_step="See which attempts a run has with `microtuning runs show RUN`.",
+        ) from refused
 
 
 def faults(spec: dict[str, Any]) -> dict[str, Any]:
     """Make the local SageMaker misbehave on purpose; `{}` ends it. See microtuning_local.sagemaker.faults."""
-    return sagemaker.ask(known_endpoint(), "POST", "/_local/faults", spec)
+    return sagemaker.ask(running_endpoint(), "POST", "/_local/faults", spec)
 
 
 # Below: how the above is done.
@@ -247,7 +259,14 @@ def sagemaker_runs(endpoint: Endpoint) -> bool:
 def known_endpoint() -> Endpoint:
     endpoint = read_endpoint(local_home())
     if endpoint is None:
-        raise LocalCloudError("The local cloud was never started here; run `microtuning local up` first.")
+        raise LocalCloudError("The local cloud was never started here.", next_step=START_FIRST)
+    return endpoint
+
+
+def running_endpoint() -> Endpoint:
+    endpoint = known_endpoint()
+    if not is_running(endpoint):
+        raise LocalCloudError("The local cloud is not running.", next_step=START_FIRST)
     return endpoint
 
 
@@ -259,7 +278,10 @@ def invoke(endpoint: Endpoint, function: str, event: dict[str, Any]) -> dict[str
     try:
         reply = root_client(endpoint, "lambda").invoke(FunctionName=name, Payload=json.dumps(event).encode())
     except (BotoCoreError, ClientError) as error:
-        raise LocalCloudError(f"The function {function} could not be invoked: {error}.") from error
+        raise LocalCloudError(
+            f"The function {function} could not be invoked: {error}",
+            next_step="Run `microtuning local up`, which starts and deploys what is missing.",
+        ) from error
     payload = json.loads(reply["Payload"].read() or b"null")
     if reply.get("FunctionError"):
         raise LocalCloudError(f"The function {function} failed: {payload}.", log_path=str(local_home().logs))

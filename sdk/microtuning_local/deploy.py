@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import LocalCloudError
 from microtuning_local.clients import root_client
-from microtuning_local.home import STAGE
+from microtuning_local.home import STAGE, local_home
 from microtuning_local.rescue import objects_set_aside
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ def function_source(functions: Path, name: str) -> dict[str, bytes]:
 def package_sources(package: str) -> dict[str, bytes]:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise LocalCloudError(f"The Python package {package} is not installed here, and every function needs it.")
+        raise LocalCloudError(
+            f"The Python package {package} is not installed here, and every function needs it.",
+            next_step='Install it: pip install "microtuning[local]".',
+        )
     folder = Path(spec.submodule_search_locations[0])
     return {f"{package}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in folder.rglob("*.py")}
 
@@ -189,7 +192,10 @@ def apply(
     )
     settled = wait_settled(cloudformation)
     if not settled or settled["StackStatus"] not in ("CREATE_COMPLETE", "UPDATE_COMPLETE"):
-        raise LocalCloudError(f"The stack {STACK} was not deployed: {failures(cloudformation, settled)}.")
+        raise LocalCloudError(
+            f"The stack {STACK} was not deployed: {failures(cloudformation, settled)}",
+            log_path=str(local_home().logs / "emulator.log"),
+        )
 
 
 def describe_stack(cloudformation: Any) -> Mapping[str, Any] | None:

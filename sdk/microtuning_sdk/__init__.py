@@ -2,27 +2,33 @@
 
 from microtuning_sdk import RLTrainer
 run = RLTrainer(model_arch="Transformer", reward_func=exact_match).fit("train.jsonl", "eval.jsonl")
+
+A name is loaded when it is first used, so that the command line answers Ctrl-C while boto3 and pydantic load.
 """
 
-from microtuning_core.domain.errors import (
-    BudgetExceeded,
-    InvalidCode,
-    InvalidData,
-    InvalidName,
-    InvalidSpec,
-    LocalCloudError,
-    MicrotuningError,
-    NothingFits,
-    Problem,
-    RunFailed,
-    RunNotFound,
-    RunStopped,
-    StageUnreachable,
-    SubmitRefused,
-)
-from microtuning_sdk._connection import Stage, connect
-from microtuning_sdk._run import Cost, Model, Run
-from microtuning_sdk._trainers import RLTrainer, ScriptTrainer, SFTTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from microtuning_core.domain.errors import (
+        BudgetExceeded,
+        InvalidCode,
+        InvalidData,
+        InvalidName,
+        InvalidSpec,
+        LocalCloudError,
+        MicrotuningError,
+        NothingFits,
+        Problem,
+        RunFailed,
+        RunNotFound,
+        RunStopped,
+        StageUnreachable,
+        SubmitRefused,
+    )
+    from microtuning_sdk._connection import Stage, connect
+    from microtuning_sdk._run import Cost, Model, Run
+    from microtuning_sdk._trainers import RLTrainer, ScriptTrainer, SFTTrainer
 
 __all__ = [
     "BudgetExceeded",
@@ -48,3 +54,28 @@ __all__ = [
     "SubmitRefused",
     "connect",
 ]
+
+_ELSEWHERE = {
+    "Stage": "_connection",
+    "connect": "_connection",
+    "Cost": "_run",
+    "Model": "_run",
+    "Run": "_run",
+    "RLTrainer": "_trainers",
+    "SFTTrainer": "_trainers",
+    "ScriptTrainer": "_trainers",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name: an error, or what `_ELSEWHERE` says."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = f"{__name__}.{_ELSEWHERE[name]}" if name in _ELSEWHERE else "microtuning_core.domain.errors"
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

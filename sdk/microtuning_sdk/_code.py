@@ -37,6 +37,7 @@ from microtuning_sdk._sources import (
     root_of,
     sources_of,
 )
+from microtuning_sdk._uploads import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +154,7 @@ def package_script(entry: str | Path, source_dir: str | Path | None = None) -> C
         entry: the script's path; with `source_dir`, its path inside that folder.
         source_dir: a folder to ship whole (without hidden files and caches).
     """
-    folder = Path(source_dir).expanduser() if source_dir is not None else Path(entry).expanduser().parent
+    folder = local_path(Path(), entry).parent if source_dir is None else local_path(Path(), source_dir)
     name = Path(entry).as_posix() if source_dir is not None else Path(entry).name
     script = folder / name
     if not script.is_file():

@@ -26,6 +26,7 @@ from microtuning_core.usecases.plan import request_for
 from microtuning_sdk._code import CodePackage, package_folder, package_reward, package_script
 from microtuning_sdk._connection import DEFAULT_TENANT
 from microtuning_sdk._inputs import BaseModel, Data, base_model, check_dataset, dataset
+from microtuning_sdk._json import why_no_json
 from microtuning_sdk._uploads import Parcel, parcel
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def draft(
     """
     folder, lines = folder or Path.cwd(), lines or {}
     document = _with_lists(document)
+    if problems := _no_json(document):
+        raise InvalidSpec(problems)
     parse_spec(_with_stand_ins(document, code), lines)
     tenant = check_tenant(document.get("tenant", DEFAULT_TENANT))
     ready = copy.deepcopy({key: value for key, value in document.items() if key != "data"})
@@ -95,6 +98,19 @@ def _with_lists(document: Document) -> Document:
         if holder is not None and _are_rows(holder.get(name)):
             holder[name] = list(holder[name])
     return shown
+
+
+def _no_json(document: Document) -> list[Problem]:
+    """A script's settings that no spec file can hold; only a program can give them."""
+    algorithm = document.get("algorithm")
+    given = algorithm.get("hyperparameters") if isinstance(algorithm, Mapping) else None
+    if not isinstance(given, Mapping):
+        return []
+    whys = {
+        name: why_no_json(value) if isinstance(name, str) else "has a name that is no text"
+        for name, value in given.items()
+    }
+    return [Problem(f"algorithm.hyperparameters.{name}", why) for name, why in whys.items() if why]
 
 
 def _are_rows(value: object) -> bool:

@@ -22,7 +22,7 @@ from botocore.exceptions import ClientError
 from microtuning_core.aws.errors import code_of
 from microtuning_core.aws.objects import ObjectStore
 from microtuning_core.domain.datasets import DATA_SUFFIXES, Row, check_rows, is_data_file, read_rows
-from microtuning_core.domain.errors import InvalidData, InvalidSpec, Problem
+from microtuning_core.domain.errors import InvalidData, InvalidSpec, Problem, a
 from microtuning_core.domain.layout import (
     S3Uri,
     belongs_to,
@@ -32,7 +32,7 @@ from microtuning_core.domain.layout import (
     parse_s3_uri,
 )
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
-from microtuning_sdk._uploads import Parcel, parcel, sha256_of_file, sha256_of_tree
+from microtuning_sdk._uploads import Parcel, local_path, parcel, sha256_of_file, sha256_of_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ def dataset(stage: Stage, tenant: str, data: Data, *, folder: Path, any_file: bo
     if isinstance(data, str) and data.startswith("s3://"):
         return _s3_dataset(stage, tenant, parse_s3_uri(data), any_file)
     if isinstance(data, str | Path):
-        return _local_dataset(stage, tenant, folder / Path(data).expanduser(), str(data), any_file)
+        return _local_dataset(stage, tenant, local_path(folder, data), str(data), any_file)
     content = _rows_as_bytes(data)
     prefix = dataset_prefix(tenant, hashlib.sha256(content).hexdigest())
     key = file_key(prefix, ROWS_FILE)
@@ -108,7 +108,7 @@ def _rows_as_bytes(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 def _row_as_line(number: int, row: Mapping[str, Any]) -> bytes:
     if not isinstance(row, Mapping):
-        raise InvalidData("the rows given", f"is a {type(row).__name__}, and a row is a dict", line=number)
+        raise InvalidData("the rows given", f"is {a(type(row).__name__)}, and a row is a dict", line=number)
     try:
         return json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -224,11 +224,12 @@ def base_model(stage: Stage, tenant: str, model: str | Path, *, folder: Path) ->
     """The base model that `model` names: a hub id, a local directory, or an S3 folder.
 
     Raises:
-        InvalidSpec: a directory that is not there, or without config.json.
+        InvalidSpec: a directory that is not there, or without a config.json that can be read.
+        InvalidData: an S3 folder that cannot be read.
     """
     if isinstance(model, str) and model.startswith("s3://"):
         return _s3_model(stage, tenant, parse_s3_uri(model))
-    path = folder / Path(model).expanduser()
+    path = local_path(folder, model)
     if isinstance(model, Path) or path.is_dir() or model.startswith((".", "/", "~")):
         return _local_model(stage, tenant, path)
     return BaseModel(model, shape_from_name(model))
@@ -236,28 +237,43 @@ def base_model(stage: Stage, tenant: str, model: str | Path, *, folder: Path) ->
 
 def _local_model(stage: Stage, tenant: str, path: Path) -> BaseModel:
     if not (path / "config.json").is_file():
-        raise _no_model(str(path))
+        raise _no_model(str(path), "it has no config.json")
+    shape = shape_from_config(_config(str(path), (path / "config.json").read_bytes()))
     files = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
     files = {name: file for name, file in files.items() if not any(part.startswith(".") for part in name.split("/"))}
     prefix = model_prefix(tenant, sha256_of_tree([(name, sha256_of_file(file)) for name, file in files.items()]))
     parcels = tuple(parcel(file_key(prefix, name), file) for name, file in files.items())
-    shape = shape_from_config(json.loads((path / "config.json").read_bytes()))
     return BaseModel(_uri(stage, prefix), shape, parcels)
 
 
 def _s3_model(stage: Stage, tenant: str, uri: S3Uri) -> BaseModel:
     folder = uri if uri.is_folder else S3Uri(uri.bucket, f"{uri.key}/")
-    config = ObjectStore(stage.s3, folder.bucket).read_json(f"{folder.key}config.json")
-    if config is None:
-        raise _no_model(str(folder))
-    if belongs_to(folder, stage.bucket, tenant):
-        return BaseModel(str(folder), shape_from_config(config))
-    listed = _listed(stage, folder)
-    etags = {path: stage.s3.head_object(Bucket=folder.bucket, Key=key)["ETag"] for path, key, _ in listed}
+    try:
+        config = ObjectStore(stage.s3, folder.bucket).read(f"{folder.key}config.json")
+        if config is None:
+            raise _no_model(str(folder), "it has no config.json")
+        shape = shape_from_config(_config(str(folder), config))
+        if belongs_to(folder, stage.bucket, tenant):
+            return BaseModel(str(folder), shape)
+        listed = _listed(stage, folder)
+        etags = {path: stage.s3.head_object(Bucket=folder.bucket, Key=key)["ETag"] for path, key, _ in listed}
+    except ClientError as error:
+        raise _cannot_read(folder, error) from error
     prefix = model_prefix(tenant, sha256_of_tree(list(etags.items())))
     parcels = tuple(Parcel(file_key(prefix, path), S3Uri(folder.bucket, key), size) for path, key, size in listed)
-    return BaseModel(_uri(stage, prefix), shape_from_config(config), parcels)
+    return BaseModel(_uri(stage, prefix), shape, parcels)
 
 
-def _no_model(place: str) -> InvalidSpec:
-    return InvalidSpec([Problem("model.base", f"{place} is no folder of a model: it has no config.json")])
+def _config(place: str, text: bytes) -> dict[str, Any]:
+    """What config.json holds. A broken one is found here, before the upload, and not by the job."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_model(place, f"its config.json is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise _no_model(place, "its config.json is not a JSON object")
+    return config
+
+
+def _no_model(place: str, why: str) -> InvalidSpec:
+    return InvalidSpec([Problem("model.base", f"{place} is no folder of a model: {why}")])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from microtuning_core.domain.errors import InvalidCode
+from microtuning_core.domain.errors import InvalidCode, a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,7 +108,7 @@ def _refused(reward: Callable[..., Any], error: Exception) -> InvalidCode:
     owner, name, kind = found
     return InvalidCode(
         called(reward),
-        f"{owner} captures {name!r}, a {kind}",
+        f"{owner} captures {name!r}, {a(kind)}",
         next_step=f"Create {name!r} inside the function that uses it, or in a module of your own that it imports.",
     )
 

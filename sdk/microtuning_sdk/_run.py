@@ -24,6 +24,7 @@ from microtuning_sdk import _views
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
 from microtuning_sdk._follow import CLOUD_POLL_S, LOCAL_POLL_S, follow, wait_silently
+from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._logs import LogTail, metrics_in
 
 if TYPE_CHECKING:
@@ -103,11 +104,12 @@ class Run:
             timeout_s: seconds to wait at most; TimeoutError after them.
             logs: show log lines and progress, on from the last line that this machine's user saw.
         """
-        try:
-            return (follow if logs else wait_silently)(self.stage, self.run_id, timeout_s)
-        except KeyboardInterrupt:
-            print(detached(self.run_id), file=sys.stderr)
-            return self.record
+        with one_interrupt():
+            try:
+                return (follow if logs else wait_silently)(self.stage, self.run_id, timeout_s)
+            except KeyboardInterrupt:
+                print(detached(self.run_id), file=sys.stderr)
+                return self.record
 
     def raise_if_unsuccessful(self) -> None:
         """RunFailed or RunStopped, with the reason, when the run ended like that; nothing otherwise."""
@@ -140,20 +142,27 @@ class Run:
 
     def cost(self) -> Cost:
         """What the ledger says; amounts of an attempt that still runs are estimates."""
-        entries = self._ledger_entries()
-        view = _views.run_cost_view(entries)
+        run = self.record  # before the entries: once it says that they are final, those read after it are
+        entries = self._ledger_entries(run)
+        view = _views.run_cost_view(run, entries)
         return Cost(total(entries), view["state"], tuple(latest(entries)))
 
-    def _ledger_entries(self) -> list[LedgerEntry]:
-        run = self.record
+    def _ledger_entries(self, run: RunRecord) -> list[LedgerEntry]:
         last = run.ended_at or datetime.now(UTC)
         return self.stage.ledger.entries(run.tenant, self.run_id, run.created_at.date(), last.date())
 
-    def cancel(self) -> None:
-        """Asks the stage to stop the run: it saves a checkpoint, ends as "stopped", and keeps what it has."""
+    def cancel(self) -> bool:
+        """Asks the stage to stop the run: it saves a checkpoint, ends as "stopped", and keeps what it has.
+
+        Returns:
+            Whether it was asked; False, and nothing is done, when the run is over already.
+        """
+        if self.record.is_final:
+            return False
         command = Command(verb="cancel", issued_at=datetime.now(UTC), client_id="microtuning-sdk")
         key = command_key(self.run_id, uuid.uuid4().hex)
         self.stage.objects.put(key, command.model_dump_json().encode())
+        return True
 
     @property
     def model(self) -> Model:
@@ -188,7 +197,7 @@ class Run:
         """The run as JSON, in the shape of `microtuning runs show --json`."""
         run = self.record
         arn = self.stage.names.execution_arn(run.execution)
-        return _views.run_view(run, self.checkpoints(), self._ledger_entries(), arn)
+        return _views.run_view(run, self.checkpoints(), self._ledger_entries(run), arn)
 
 
 def _reason(run: RunRecord) -> str:

@@ -10,17 +10,19 @@ Settings are those of the spec (docs/sdk.md); one that no spec knows is refused 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from microtuning_sdk._code import CodePackage, package_reward, package_script
 from microtuning_sdk._connection import DEFAULT_TENANT, Stage, connect
 from microtuning_sdk._display import detached
 from microtuning_sdk._draft import Document, Draft, draft
+from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._run import Run
 from microtuning_sdk._submit import submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from decimal import Decimal
     from pathlib import Path
 
@@ -115,15 +117,16 @@ class _Trainer:
         """
         stage = self._connected()
         ready = self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps)
-        started = submit(stage, ready, _say)
-        run = Run(started.run_id, stage)
-        if started.interrupted:
-            _say(detached(run.run_id))
+        with one_interrupt():
+            started = submit(stage, ready, _say)
+            run = Run(started.run_id, stage)
+            if started.interrupted:
+                _say(detached(run.run_id))
+                return run
+            _say(f"run {run.run_id} is submitted")
+            if wait and run.wait(logs=logs).is_final:
+                run.raise_if_unsuccessful()
             return run
-        _say(f"run {run.run_id} is submitted")
-        if wait and run.wait(logs=logs).is_final:
-            run.raise_if_unsuccessful()
-        return run
 
     def check(
         self,
@@ -194,7 +197,7 @@ class RLTrainer(_Trainer):
         stage = _stage_of(given)
         reward = {_REWARD[name]: given.pop(name) for name in _REWARD if name in given}
         base = _document("grpo", model_arch, model, given)
-        base |= _given({"environment": dict(env_config) if env_config is not None else None})
+        base |= _given({"environment": _plain(env_config)})
         # The entry is known once the code is packed; until then a stand-in of the same form.
         base["reward"] = {"entry": "reward:function", **reward}
         super().__init__(base, lambda: package_reward(reward_func), stage)
@@ -241,7 +244,7 @@ class ScriptTrainer(_Trainer):
         stage = _stage_of(given)
         arch = model_arch if model_arch or model else "Transformer"
         base = _document("script", arch, model, given)
-        base["algorithm"] |= {"entry": "script.py", "hyperparameters": dict(hyperparameters or {})}
+        base["algorithm"] |= {"entry": "script.py", "hyperparameters": _plain(hyperparameters or {})}
         super().__init__(base, lambda: package_script(entry, source_dir), stage)
 
 
@@ -262,6 +265,11 @@ def _document(algorithm: str, arch: str | None, model: str | Path | None, given:
         "model": _given({"arch": arch, "base": model}) | about_model,
         "algorithm": {"type": algorithm, **rest},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A mapping of any kind as a dict; anything else is left for the spec's rules to refuse."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,3 +70,11 @@ def sha256_of_file(path: Path) -> str:
 def sha256_of_tree(entries: Sequence[tuple[str, str]]) -> str:
     """The hash of a folder from `(path, hash or version of the file)`; moving or changing any file changes it."""
     return hashlib.sha256("\0".join(f"{path}\0{mark}" for path, mark in sorted(entries)).encode()).hexdigest()
+
+
+def local_path(folder: Path, given: str | Path) -> Path:
+    """A path as a user writes it, from `folder` on; "~" is the home, and "~x" stays as it is when there is no user x."""
+    try:
+        return folder / Path(given).expanduser()
+    except RuntimeError:
+        return folder / given

@@ -53,7 +53,7 @@ def run_view(run: Run, checkpoints: Sequence[Checkpoint], entries: Sequence[Ledg
             "first": run.metrics.first | run.metrics.eval_before,
             "last": run.metrics.last | run.metrics.eval_after,
         },
-        "cost": run_cost_view(entries),
+        "cost": run_cost_view(run, entries),
         "execution_arn": execution_arn,
     }
 
@@ -80,11 +80,10 @@ def checkpoints_view(checkpoints: Iterable[Checkpoint]) -> View:
     return {"checkpoints": [{key: getattr(each, key) for key in keys} for each in checkpoints]}
 
 
-def run_cost_view(entries: Sequence[LedgerEntry]) -> View:
-    """`state` is final once no amount may change any more."""
+def run_cost_view(run: Run, entries: Sequence[LedgerEntry]) -> View:
+    """`state` is final once no amount may change any more; at once for a run that ended before it had a job."""
     lines = latest(entries)
-    is_final = bool(lines) and all(entry.state == "final" for entry in lines)
-    state = "final" if is_final else "estimate"
+    state = "final" if run.is_final and run.costs_are_final else "estimate"
     return {"amount_usd": money(total(lines)), "state": state, "lines": [_line_view(entry) for entry in lines]}
 
 

@@ -18,6 +18,7 @@ from botocore.exceptions import ClientError
 from microtuning_local import cloud as local
 from microtuning_local.processes import started_at, wait_until
 from microtuning_local.sagemaker.logs import GROUP
+from microtuning_sdk import cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -383,10 +384,20 @@ def test_only_whole_files_are_mirrored(desk: Desk) -> None:
 
 def test_only_a_running_spot_job_can_be_reclaimed(desk: Desk) -> None:
     name = desk.create("save_on_sigterm")
-    with pytest.raises(local.LocalCloudError, match="is not a running spot job"):
+    with pytest.raises(local.LocalRequestRefused, match="is not a running spot job"):
         local.reclaim(name)
     desk.client("sagemaker").stop_training_job(TrainingJobName=name)
     desk.wait(name)
+
+
+def test_a_job_that_is_unknown_or_over_cannot_be_reclaimed_and_that_is_a_mistake_of_the_request(desk: Desk) -> None:
+    over = desk.create("succeed")
+    desk.wait(over)
+    for name in (over, "local-default-x-0z3k8q5m1c7t-a007"):
+        with pytest.raises(local.LocalRequestRefused, match=f"^The machine of {name} was not taken away: ") as refused:
+            local.reclaim(name)
+        assert str(refused.value).endswith(". See which attempts a run has with `microtuning runs show RUN`.")
+        assert cli.status_of(refused.value) == cli.USAGE
 
 
 def test_an_exhausted_type_fails_with_a_capacity_error_and_no_times(desk: Desk, faults: Any) -> None:

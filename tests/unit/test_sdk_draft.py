@@ -11,8 +11,10 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.response import StreamingBody
+from botocore.stub import Stubber
 
-from microtuning_core.domain.errors import InvalidData, InvalidSpec
+from microtuning_core.domain.errors import InvalidCode, InvalidData, InvalidSpec
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.spec import GrpoSettings, RunSpec, ScriptSettings, SftSettings
 from microtuning_core.domain.spec_checks import parse_spec
@@ -198,6 +200,76 @@ def test_a_local_model_is_uploaded_under_its_hash_and_its_size_is_read_from_its_
 def test_a_folder_without_a_model_is_refused(stage: Stage, tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match=r"no config\.json"):
         SFTTrainer(model=str(tmp_path), stage=stage).check([{"text": "a"}])
+
+
+@pytest.mark.parametrize("config", [b"{bad", b"[]", b"", b"null", b"3", b"\xff", b"[" * 100_000])
+def test_a_broken_config_is_refused_before_anything_is_uploaded(stage: Stage, tmp_path: Path, config: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(InvalidSpec, match=r"its config\.json is not") as refused:
+        SFTTrainer(model=tmp_path, stage=stage).check([{"text": "a"}])
+    assert fields_of(refused) == ["model.base"]
+
+
+@pytest.mark.parametrize("code", ["NoSuchBucket", "AccessDenied"])
+@pytest.mark.parametrize("operation", ["get_object", "list_objects_v2", "head_object"])
+def test_a_model_in_s3_that_cannot_be_read_is_named(stage: Stage, operation: str, code: str) -> None:
+    with Stubber(stage.s3) as answers:
+        if operation != "get_object":
+            body = StreamingBody(io.BytesIO(b"{}"), 2)
+            answers.add_response("get_object", {"Body": body, "ETag": '"x"'})
+        if operation == "head_object":
+            answers.add_response("list_objects_v2", {"Contents": [{"Key": "m/config.json", "Size": 2}]})
+        answers.add_client_error(operation, code)
+        with pytest.raises(InvalidData, match=rf"^s3://nobucket-xyz/m/: cannot be read \({code}\)\. Check its address"):
+            SFTTrainer(model="s3://nobucket-xyz/m/", stage=stage).check([{"text": "a"}])
+
+
+def test_the_home_of_nobody_is_a_path_that_is_not_there(stage: Stage) -> None:
+    nobody = "~no-such-user/x.jsonl"
+    with pytest.raises(InvalidData, match="no such file"):
+        SFTTrainer("Transformer", stage=stage).check(nobody)
+    with pytest.raises(InvalidSpec, match=r"no config\.json"):
+        SFTTrainer(model=nobody, stage=stage).check([{"text": "a"}])
+    with pytest.raises(InvalidCode, match="no such file"):
+        ScriptTrainer(nobody, stage=stage).check([{"text": "a"}])
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "an object, which JSON does not have"),
+        (b"x", "a bytes, which JSON does not have"),
+        (Path("x"), "PosixPath, which JSON does not have"),
+        ({1, 2}, "a set; give a list"),
+        ((1, 2), "a tuple; give a list"),
+        (float("nan"), "not a finite number"),
+        (float("-inf"), "not a finite number"),
+        pytest.param(10**5000, "too many digits", id="digits"),
+        (ENDLESS, "nested too deeply"),
+        ({1: "x"}, "a name that is no text"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_a_hyperparameter_that_is_no_json_is_refused_by_name_wherever_it_lies(
+    stage: Stage, value: object, words: str
+) -> None:
+    for given in (value, [value], {"inner": [1, {"deep": value}]}):
+        trainer = ScriptTrainer(CASES / "seed_script.py", hyperparameters={"good": [1], "rate": given}, stage=stage)
+        with pytest.raises(InvalidSpec, match=words) as refused:
+            trainer.check([{"text": "a"}])
+        assert fields_of(refused)[0].startswith("algorithm.hyperparameters.rate")
+
+
+@pytest.mark.parametrize("given", [[1], 3, "x", {1: 2}])
+def test_settings_of_another_kind_are_refused_by_name(stage: Stage, given: Any) -> None:
+    with pytest.raises(InvalidSpec, match=r"algorithm\.hyperparameters"):
+        ScriptTrainer(CASES / "seed_script.py", hyperparameters=given, stage=stage).check([{"text": "a"}])
+    with pytest.raises(InvalidSpec, match="environment"):
+        an_rl_trainer(stage, env_config=given).check(ROWS)
 
 
 def test_a_budget_that_buys_nothing_is_refused(stage: Stage) -> None:

@@ -93,7 +93,7 @@ def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
     assert view["attempts"][0]["failure_class"] == "platform"
     assert view["checkpoints"] == [{"lineage": 1, "step": 40, "uri": "s3://bucket/step-40/", "whole": True}]
     assert view["metrics"] == {"first": {"reward": 0.1, "eval_loss": 2.0}, "last": {"reward": 0.9}}
-    assert (view["cost"]["amount_usd"], view["cost"]["state"], len(view["cost"]["lines"])) == ("0.00115", "final", 1)
+    assert (view["cost"]["amount_usd"], len(view["cost"]["lines"])) == ("0.00115", 1)
 
 
 def test_money_is_text_and_adds_up_without_rounding() -> None:
@@ -106,10 +106,28 @@ def test_money_is_text_and_adds_up_without_rounding() -> None:
     )
 
 
-def test_a_cost_with_one_estimate_in_it_is_an_estimate() -> None:
-    running = an_entry(id=f"{RUN_ID}#a002#compute#2026-01-02", attempt=2, state="estimate")
-    assert _views.run_cost_view([an_entry(), running])["state"] == "estimate"
-    assert _views.run_cost_view([])["state"] == "estimate"
+LAUNCHED = an_attempt(launched_at=START, cost_state="final")
+
+
+@pytest.mark.parametrize(
+    ("status", "attempts", "state"),
+    [
+        ("submitted", (), "estimate"),
+        ("training", (LAUNCHED,), "estimate"),  # an attempt may follow
+        ("completed", (LAUNCHED,), "final"),
+        ("failed", (an_attempt(launched_at=START, cost_state="estimate"),), "estimate"),
+        ("failed", (LAUNCHED, an_attempt(attempt=2, launched_at=START)), "estimate"),
+        ("stopped", (), "final"),  # before it had a job
+        ("failed", (an_attempt(),), "final"),  # refused at CreateTrainingJob
+        ("failed", (LAUNCHED, an_attempt(attempt=2)), "final"),
+    ],
+)
+def test_a_cost_is_final_once_the_run_is_over_and_every_job_it_had_is_settled(
+    status: str, attempts: tuple[Attempt, ...], state: str
+) -> None:
+    run = a_run(status=RunStatus(status), attempts=attempts)
+    assert _views.run_cost_view(run, [])["state"] == state
+    assert _views.run_view(run, [], [], "arn")["cost"]["state"] == state
 
 
 def test_cost_so_far_takes_billed_seconds_where_they_are_known_and_the_clock_where_not() -> None:
@@ -200,9 +218,10 @@ def test_a_receipt_with_errors_raises_them_by_field_and_line() -> None:
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    public = {name for name in vars(microtuning_sdk) if not name.startswith("_")} - {"cli"}
-    assert public == set(microtuning_sdk.__all__)
-    assert microtuning_sdk.__all__ == sorted(microtuning_sdk.__all__)
+    assert dir(microtuning_sdk) == microtuning_sdk.__all__ == sorted(microtuning_sdk.__all__)
+    assert all(getattr(microtuning_sdk, name).__name__ == name for name in microtuning_sdk.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        microtuning_sdk.Trainer  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_sdk_starts_without_torch_and_without_the_local_cloud() -> None:
@@ -210,7 +229,7 @@ def test_the_sdk_starts_without_torch_and_without_the_local_cloud() -> None:
     import sys
 
     heavy = "{'torch', 'transformers', 'microtuning_local', 'training_container', 'functions'} & set(sys.modules)"
-    code = f"import sys, microtuning_sdk, microtuning_sdk.cli; print({heavy} or [])"
+    code = f"import sys; from microtuning_sdk import *; import microtuning_sdk.cli._parser; print({heavy} or [])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -17,9 +17,10 @@ MicrotuningError                  base; one sentence and the next step          
 ├── SubmitRefused                 the stage answered a submit with errors         (errors)
 ├── StageUnreachable              a stage cannot be reached or does not answer    (stage)
 └── LocalCloudError               the local cloud cannot start or answer          (log_path)
+    └── LocalRequestRefused       it was asked for what it cannot do
 
 To add one: give it a place in the tree above, keep its data as attributes, and write the message as one sentence plus
-what to do next.
+what to do next. The full stop between the two is set here, whatever the parts end with.
 """
 
 from __future__ import annotations
@@ -28,20 +29,31 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 
+def sentence(text: str) -> str:
+    """`text` with one full stop at its end, also where it quotes a message that brought its own."""
+    bare = text.strip().rstrip(" .")
+    return bare if not bare or bare.endswith(("!", "?", "…")) else f"{bare}."
+
+
+def a(noun: str) -> str:
+    """The noun with its article: "a float", "an int", "an S3 URI"."""
+    return f"an {noun}" if noun[:1] in tuple("aeioAEIO") or noun.startswith("S3") else f"a {noun}"
+
+
 class MicrotuningError(Exception):
     """Base of all. `next_step` says what the reader can do about it; it ends the message."""
 
     def __init__(self, message: str, *, next_step: str = "") -> None:
-        super().__init__(f"{message} {next_step}".strip())
-        self.message = message
-        self.next_step = next_step
+        self.message, self.next_step = sentence(message), sentence(next_step)
+        super().__init__(f"{self.message} {self.next_step}".strip())
 
 
 class InvalidName(MicrotuningError):
     """A stage, tenant, run, job name or key that does not follow its rule."""
 
     def __init__(self, kind: str, value: str, rule: str) -> None:
-        super().__init__(f"{value!r} is not a valid {kind}.", next_step=f"A {kind} is {rule}.")
+        named = a(kind)
+        super().__init__(f"{value!r} is not a valid {kind}", next_step=f"{named[0].upper()}{named[1:]} is {rule}")
         self.kind, self.value, self.rule = kind, value, rule
 
 
@@ -55,7 +67,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.field} (line {self.line})" if self.line else self.field
-        return f"{where}: {self.message}"
+        return f"{where}: {self.message.rstrip(' .')}"
 
     def as_dict(self) -> dict[str, str | int | None]:
         return {"field": self.field, "line": self.line, "message": self.message}
@@ -66,7 +78,7 @@ class InvalidSpec(MicrotuningError):
 
     def __init__(self, problems: list[Problem]) -> None:
         listed = "; ".join(str(problem) for problem in problems)
-        super().__init__(f"The spec is not valid: {listed}.", next_step="Correct these fields and submit again.")
+        super().__init__(f"The spec is not valid: {listed}", next_step="Correct these fields and submit again.")
         self.problems = problems
 
 
@@ -75,7 +87,7 @@ class InvalidData(MicrotuningError):
 
     def __init__(self, file: str, reason: str, *, line: int | None = None, next_step: str = "") -> None:
         where = f"{file}, line {line}" if line else file
-        super().__init__(f"{where}: {reason}.", next_step=next_step or "Correct the file and submit again.")
+        super().__init__(f"{where}: {reason}", next_step=next_step or "Correct the file and submit again.")
         self.file, self.line, self.reason = file, line, reason
 
 
@@ -83,7 +95,7 @@ class InvalidCode(MicrotuningError):
     """User code (a reward function, say) that cannot be sent to the job."""
 
     def __init__(self, object_name: str, reason: str, *, next_step: str = "") -> None:
-        super().__init__(f"{object_name} cannot travel to the training job: {reason}.", next_step=next_step)
+        super().__init__(f"{object_name} cannot travel to the training job: {reason}", next_step=next_step)
         self.object_name, self.reason = object_name, reason
 
 
@@ -162,7 +174,7 @@ class SubmitRefused(MicrotuningError):
 
     def __init__(self, errors: list[Problem]) -> None:
         listed = "; ".join(str(error) for error in errors)
-        super().__init__(f"Nothing was started: {listed}.", next_step="Correct the spec and submit again.")
+        super().__init__(f"Nothing was started: {listed}", next_step="Correct the spec and submit again.")
         self.errors = errors
 
 
@@ -171,12 +183,18 @@ class StageUnreachable(MicrotuningError):
 
     def __init__(self, stage: str, reason: str, *, next_step: str = "") -> None:
         super().__init__(
-            f"The stage {stage!r} {reason}.", next_step=next_step or f"See `microtuning doctor --stage {stage}`."
+            f"The stage {stage!r} {reason}", next_step=next_step or f"See `microtuning doctor --stage {stage}`."
         )
         self.stage, self.reason = stage, reason
 
 
 class LocalCloudError(MicrotuningError):
-    def __init__(self, message: str, *, log_path: str = "") -> None:
-        super().__init__(message, next_step=f"See {log_path}." if log_path else "Try `microtuning local reset`.")
+    """The local cloud cannot start or answer. Every place says its own next step, or which log tells more."""
+
+    def __init__(self, message: str, *, next_step: str = "", log_path: str = "") -> None:
+        super().__init__(message, next_step=next_step or (f"See {log_path}" if log_path else ""))
         self.log_path = log_path
+
+
+class LocalRequestRefused(LocalCloudError):
+    """The local cloud runs, and was asked for what it cannot do: a job that is not there, say."""

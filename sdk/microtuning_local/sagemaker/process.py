@@ -8,9 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.errors import LocalCloudError
+from microtuning_core.domain.errors import LocalCloudError, LocalRequestRefused
 from microtuning_local.emulator import answers, base_environment, inherited
-from microtuning_local.home import ROOT_SECRET
+from microtuning_local.home import ROOT_SECRET, local_home
 from microtuning_local.processes import end_group, is_same_process, kill_group, spawn, started_at, wait_until
 
 if TYPE_CHECKING:
@@ -64,18 +64,29 @@ def bearer(endpoint: Endpoint) -> dict[str, str]:
 
 
 def ask(endpoint: Endpoint, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One question to the admin endpoint; a refusal is raised with the server's own words."""
+    """One question to the admin endpoint; a refusal is raised with the server's own words.
+
+    Raises:
+        LocalRequestRefused: it cannot do what was asked. LocalCloudError: it does not answer, or not as it should.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.sagemaker_port, timeout=10)
     try:
         connection.request(verb, path, json.dumps(body or {}), bearer(endpoint) | {"Content-Type": "application/json"})
         reply = connection.getresponse()
         answer: dict[str, Any] = json.loads(reply.read())
-    except OSError as error:
-        raise LocalCloudError(f"The local SageMaker does not answer ({error}).") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise LocalCloudError(
+            f"The local SageMaker does not answer ({error}).", next_step="Run `microtuning local up` and try again."
+        ) from error
     finally:
         connection.close()
+    if reply.status == 400:
+        raise LocalRequestRefused(str(answer.get("message", answer)), next_step="Correct the request and ask again.")
     if reply.status != 200:
-        raise LocalCloudError(str(answer.get("message", answer)))
+        raise LocalCloudError(
+            f"The local SageMaker answered with an error: {answer.get('message', answer)}",
+            log_path=str(local_home().logs / "sagemaker.log"),
+        )
     return answer
 
 

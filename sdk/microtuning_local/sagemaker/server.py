@@ -343,7 +343,10 @@ def main() -> None:
     home = Home(Path(os.environ["MICROTUNING_LOCAL_ROOT"]))
     endpoint = read_endpoint(home)
     if endpoint is None:
-        raise LocalCloudError("endpoint.json is missing, so there is no address to listen on.")
+        raise LocalCloudError(
+            f"{home.endpoint_file} is missing, so there is no address to listen on.",
+            next_step="Run `microtuning local up`, which writes it.",
+        )
     service, left = open_account(home, endpoint, os.environ)
     server = Server(endpoint.sagemaker_port, service, endpoint.token)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())

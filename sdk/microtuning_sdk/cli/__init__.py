@@ -1,76 +1,109 @@
 """The command `microtuning`: the verbs of the SDK, one module a group, each of which adds its own parsers.
 
 Exit status: 0 success (also after Ctrl-C on a run that goes on), 1 a failed run or a stage that cannot be reached, 2 a
-mistake in the request, 3 a stopped run. Results go to stdout, everything else to stderr; no traceback is ever shown.
+mistake in the request, 3 a stopped run. Results go to stdout, everything else to stderr; no traceback is ever shown, but
+with MICROTUNING_DEBUG=1 that of an error nobody foresaw.
 
+Importing this module loads next to nothing: the rest is loaded in `main`, where Ctrl-C is answered.
 To add a verb: `add_parsers` of its module, the heading in docs/cli.md (a test compares the two).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from botocore.exceptions import BotoCoreError, ClientError
-
-from microtuning_core.domain.errors import (
-    BudgetExceeded,
-    InvalidCode,
-    InvalidData,
-    InvalidName,
-    InvalidSpec,
-    MicrotuningError,
-    NothingFits,
-    RunNotFound,
-    RunStopped,
-    SubmitRefused,
-)
-from microtuning_sdk.cli._parser import build_parser
+from microtuning_sdk._interrupts import one_interrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SUCCESS, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
-_MISTAKES = (
-    BudgetExceeded,
-    InvalidCode,
-    InvalidData,
-    InvalidName,
-    InvalidSpec,
-    NothingFits,
-    RunNotFound,
-    SubmitRefused,
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    arguments = build_parser().parse_args(argv)
+    """Runs one command and returns its exit status. Without `argv` it is the program itself, about to end."""
+    is_program = argv is None
     try:
-        return int(arguments.verb(arguments) or SUCCESS)
-    except MicrotuningError as error:
-        print(f"microtuning: {error}", file=sys.stderr)
-        return status_of(error)
+        with _left_at_once(is_program):
+            from microtuning_sdk.cli._parser import build_parser
+        with one_interrupt(ends_program=is_program):
+            arguments = build_parser().parse_args(argv)
+            return int(arguments.verb(arguments) or SUCCESS)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; without this, Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SUCCESS
-    except (BotoCoreError, ClientError) as error:
-        print(f"microtuning: The stage did not do what was asked: {error} See `microtuning doctor`.", file=sys.stderr)
-        return FAILED
-    except OSError as error:
-        print(f"microtuning: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except Exception as error:
+        text, status = _explained(error)
+        print(f"microtuning: {text}", file=sys.stderr)
+        return status
 
 
-def status_of(error: MicrotuningError) -> int:
-    if isinstance(error, RunStopped):
+@contextmanager
+def _left_at_once(is_program: bool) -> Iterator[None]:
+    """While modules load nothing is begun, and an interrupt raised inside an import may be lost; so it ends the program."""
+    before = signal.getsignal(signal.SIGINT)
+    if not is_program or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """What is said of an error, and the exit status."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from microtuning_core.domain.errors import MicrotuningError, sentence
+
+    if isinstance(error, MicrotuningError):
+        return str(error), status_of(error)
+    if isinstance(error, BotoCoreError | ClientError):
+        return f"The stage did not do what was asked: {sentence(str(error))} See `microtuning doctor`.", FAILED
+    if isinstance(error, OSError):
+        return sentence(str(error)), FAILED
+    return _bug(error), FAILED
+
+
+def _bug(error: Exception) -> str:
+    """An error that nobody foresaw; its traceback is for those who asked for it."""
+    from traceback import print_exception
+
+    from microtuning_core.domain.errors import sentence
+
+    if os.environ.get("MICROTUNING_DEBUG") == "1":
+        print_exception(error)
+    words = sentence(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+    return f"{words} This is a bug; run again with MICROTUNING_DEBUG=1 for the traceback."
+
+
+def status_of(error: Exception) -> int:
+    """By kind: a run that was stopped, a mistake in the request, or anything else."""
+    from microtuning_core.domain import errors
+
+    mistakes = (
+        errors.BudgetExceeded,
+        errors.InvalidCode,
+        errors.InvalidData,
+        errors.InvalidName,
+        errors.InvalidSpec,
+        errors.LocalRequestRefused,
+        errors.NothingFits,
+        errors.RunNotFound,
+        errors.SubmitRefused,
+    )
+    if isinstance(error, errors.RunStopped):
         return STOPPED
-    return USAGE if isinstance(error, _MISTAKES) else FAILED
+    return USAGE if isinstance(error, mistakes) else FAILED
 
 
 __all__ = ["FAILED", "INTERRUPTED", "STOPPED", "SUCCESS", "USAGE", "main", "status_of"]

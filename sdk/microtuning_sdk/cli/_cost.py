@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from microtuning_sdk._connection import DEFAULT_TENANT, connect
+from microtuning_sdk._connection import connect
 from microtuning_sdk._run import Run
 from microtuning_sdk._views import cost_view
-from microtuning_sdk.cli._common import add_json, add_stage, add_verb, print_json, print_table
+from microtuning_sdk.cli._common import add_json, add_stage, add_tenant, add_verb, print_json, print_table, usd
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from microtuning_core.domain.cost import LedgerEntry
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 def add_parsers(verbs: Any) -> None:
     parser = add_verb(verbs, "cost", show_cost, "Show what a run, or a tenant's month, has cost by the ledger.")
     parser.add_argument("run_id", metavar="RUN", nargs="?", help="a run's id; without it a month of the tenant")
-    parser.add_argument("--tenant", default=DEFAULT_TENANT, help="whose month (default: %(default)s)")
-    parser.add_argument("--month", metavar="YYYY-MM", help="which month, UTC (default: this one)")
+    add_tenant(parser, "whose month")
+    parser.add_argument("--month", metavar="YYYY-MM", type=_month, help="which month, UTC (default: this one)")
     add_json(parser)
     add_stage(parser)
 
@@ -31,8 +32,15 @@ def show_cost(arguments: argparse.Namespace) -> None:
     if arguments.json:
         return print_json(view)
     columns = ("run_id", "attempt", "line", "day", "instance_type", "billed_s", "amount_usd", "state")
-    print_table(columns, [[row[column] for column in columns] for row in view["lines"]])
-    return print(f"total: {view['total_usd']} USD")
+    lines = [row | {"amount_usd": usd(row["amount_usd"])} for row in view["lines"]]
+    print_table(columns, [[row[column] for column in columns] for row in lines])
+    return print(f"total: {usd(view['total_usd'])} USD")
+
+
+def _month(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a year and a month, such as 2026-07")
+    return text
 
 
 def _entries(arguments: argparse.Namespace) -> Sequence[LedgerEntry]:

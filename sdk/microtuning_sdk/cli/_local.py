@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import InvalidName
-from microtuning_core.domain.names import parse_job_name
+from microtuning_core.domain.names import parse_job_name, parse_run_id
 from microtuning_sdk._connection import LOCAL
 from microtuning_sdk._run import Run
 from microtuning_sdk.cli._common import add_json, add_verb, print_json
@@ -80,9 +80,12 @@ def reclaim(arguments: argparse.Namespace) -> None:
 
 
 def _job_of(name: str) -> str:
+    """The job itself, or the newest one of a run; the local cloud must run already, and a look does not start it."""
     try:
         return parse_job_name(name).run_id and name
     except InvalidName:
+        parse_run_id(name)
+        _cloud().running_endpoint()
         current = Run(name, LOCAL).record.current
         if current is None:
             raise InvalidName("job name", name, "that of a run with an attempt; this one has none yet") from None

@@ -6,16 +6,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from microtuning_sdk import _views
-from microtuning_sdk._connection import DEFAULT_TENANT, connect
+from microtuning_sdk._connection import connect
 from microtuning_sdk._run import Run
 from microtuning_sdk.cli._common import (
     add_json,
     add_run_id,
     add_stage,
+    add_tenant,
     add_verb,
+    count,
     exit_status,
     print_json,
     print_table,
+    seconds,
+    usd,
 )
 
 if TYPE_CHECKING:
@@ -30,13 +34,13 @@ def add_parsers(verbs: Any) -> None:
     )
     inner = group.add_subparsers(title="verbs", metavar="VERB", required=True)
     listing = add_verb(inner, "list", list_runs, "List the runs of a tenant, newest first.")
-    listing.add_argument("--tenant", default=DEFAULT_TENANT, help="whose runs (default: %(default)s)")
-    listing.add_argument("--limit", type=int, default=50, help="how many at most (default: %(default)s)")
+    add_tenant(listing, "whose runs")
+    listing.add_argument("--limit", type=count, metavar="N", default=50, help="how many at most (default: %(default)s)")
     show = add_verb(inner, "show", show_run, "Show a run: attempts, checkpoints, metrics, cost, execution.")
     logs = add_verb(inner, "logs", show_logs, "Print the log lines of a run's attempts, in order.")
     logs.add_argument("--follow", action="store_true", help="go on until the run is over")
     wait = add_verb(inner, "wait", wait_for_run, "Follow a run to its end, on from the last line seen here.")
-    wait.add_argument("--timeout", type=float, metavar="SECONDS", help="give up waiting after this time")
+    wait.add_argument("--timeout", type=seconds, metavar="SECONDS", help="give up waiting after this time")
     cancel = add_verb(inner, "cancel", cancel_run, "Stop a run; it saves a checkpoint first.")
     for parser in (show, logs, wait, cancel):
         add_run_id(parser)
@@ -51,13 +55,10 @@ def list_runs(arguments: argparse.Namespace) -> None:
     if arguments.json:
         return print_json(view)
     columns = ("run_id", "status", "created_at", "cost_usd", "reason")
-    return print_table(
-        columns, [[_seconds(row[c]) if c == "created_at" else row[c] for c in columns] for row in view["runs"]]
-    )
-
-
-def _seconds(time: str) -> str:
-    return f"{time[:19]}Z"
+    rows = [
+        row | {"created_at": f"{row['created_at'][:19]}Z", "cost_usd": usd(row["cost_usd"])} for row in view["runs"]
+    ]
+    return print_table(columns, [[row[column] for column in columns] for row in rows])
 
 
 def show_run(arguments: argparse.Namespace) -> None:
@@ -71,7 +72,7 @@ def show_run(arguments: argparse.Namespace) -> None:
     for name in ("first", "last"):
         print(f"metrics {name}: {_in_short(view['metrics'][name])}")
     print("checkpoints: " + ", ".join(f"step {each['step']}" for each in view["checkpoints"]))
-    print(f"cost: {view['cost']['amount_usd']} USD ({view['cost']['state']})")
+    print(f"cost: {usd(view['cost']['amount_usd'])} USD ({view['cost']['state']})")
     print(f"execution: {view['execution_arn']}")
     return None
 
@@ -101,7 +102,9 @@ def wait_for_run(arguments: argparse.Namespace) -> int:
 def cancel_run(arguments: argparse.Namespace) -> None:
     run = Run(arguments.run_id, arguments.stage)
     status = run.status
-    run.cancel()
+    asked = run.cancel()
     if arguments.json:
         return print_json({"run_id": run.run_id, "status": status})
+    if not asked:
+        return print(f"{run.run_id} is {run.status} already; nothing was asked", file=sys.stderr)
     return print(f"asked to stop {run.run_id}; see it end with: microtuning runs wait {run.run_id}", file=sys.stderr)
