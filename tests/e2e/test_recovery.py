@@ -38,10 +38,20 @@ def weights_of(run: Run, folder: Path) -> str:
 
 
 def workers_of(job_name: str) -> list[int]:
-    """The training process of a job: the child of its supervisor, which is the first process of the job."""
-    job = {pid: parent for pid, parent, environment in processes() if f"TRAINING_JOB_NAME={job_name}" in environment}
-    supervisors = [pid for pid, parent in job.items() if parent not in job]
-    return [pid for pid, parent in job.items() if parent in supervisors]
+    """The training process of a job: the child of its supervisor."""
+    job = job_processes(job_name)
+    return [pid for pid, parent in job.items() if parent in supervisors_of(job_name)]
+
+
+def supervisors_of(job_name: str) -> list[int]:
+    """The first process of a job."""
+    job = job_processes(job_name)
+    return [pid for pid, parent in job.items() if parent not in job]
+
+
+def job_processes(job_name: str) -> dict[int, int]:
+    """pid -> parent of every process of the job."""
+    return {pid: parent for pid, parent, environment in processes() if f"TRAINING_JOB_NAME={job_name}" in environment}
 
 
 def processes() -> list[tuple[int, int, list[str]]]:
@@ -72,6 +82,19 @@ def test_a_worker_killed_in_mid_run_changes_no_bit_of_the_result(
     assert len(run.record.attempts) == 1
     assert run.record.attempts[0].recoveries
     assert [event["step"] for event in run.metrics()] == list(range(1, 17))
+
+
+def test_a_job_killed_whole_is_made_good_by_a_second_attempt_with_the_same_bits(
+    stage: Stage, undisturbed: str, tmp_path: Path
+) -> None:
+    run = begun(stage, "host lost", spot=False)
+    wait_for_step(run, 5)
+    (supervisor,) = supervisors_of(run.record.attempts[0].job_name)
+    os.killpg(supervisor, signal.SIGKILL)
+    assert weights_of(run, tmp_path) == undisturbed
+    first, second = run.record.attempts
+    assert first.failure is not None
+    assert (first.failure.failure_class, second.plan) == ("platform", first.plan)
 
 
 def test_a_reclaimed_spot_machine_is_recovered_in_the_same_job_with_the_same_bits(

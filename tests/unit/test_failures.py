@@ -143,8 +143,8 @@ def test_wherever_a_line_is_cut_after_its_class_the_class_is_kept():
     [
         ('AlgorithmError: ExecuteUserScriptError: ExitCode 1 ErrorMessage "torch.OutOfMemoryError: CUDA"', FC.MEMORY),
         ("AlgorithmError: DefaultCPUAllocator: can't allocate memory, exit code: 1", FC.MEMORY),
-        ("AlgorithmError: , exit code: 137", FC.MEMORY),
-        ("AlgorithmError: ExecuteUserScriptError: ExitCode -9", FC.MEMORY),
+        ("AlgorithmError: , exit code: 137", FC.PLATFORM),
+        ("AlgorithmError: ExecuteUserScriptError: ExitCode -9", FC.PLATFORM),
         ("AlgorithmError: CUDA error: uncorrectable ECC error encountered, exit code: 1", FC.PLATFORM),
         ("AlgorithmError: , exit code: 143", FC.PLATFORM),
         ("AlgorithmError: ValueError: bad column, exit code: 1", FC.USER),

@@ -118,10 +118,11 @@ _SCRIPT_EVIDENCE: tuple[tuple[re.Pattern[str], FailureClass], ...] = (
     ),
 )
 
-# Killed from outside: 137 = SIGKILL, in a container the out-of-memory killer; 143 = SIGTERM that nobody asked for.
+# Killed from outside, without a word of ours: 137 = SIGKILL, 143 = SIGTERM that nobody asked for. Our supervisor says itself
+# when the kernel killed a worker for memory; a silent 137 is a lost host, and the same plan keeps the same bits.
 _EXIT_CODES = {
-    137: FailureClass.MEMORY,
-    -9: FailureClass.MEMORY,
+    137: FailureClass.PLATFORM,
+    -9: FailureClass.PLATFORM,
     143: FailureClass.PLATFORM,
     -15: FailureClass.PLATFORM,
 }
