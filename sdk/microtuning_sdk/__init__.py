@@ -7,8 +7,8 @@ A name is loaded when it is first used, so that the command line answers Ctrl-C 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as typing's, which would take its time
 if TYPE_CHECKING:
     from microtuning_core.domain.errors import (
         BudgetExceeded,

@@ -244,7 +244,7 @@ def test_the_program_loads_next_to_nothing_before_it_can_answer_ctrl_c() -> None
     done = ended("before = set(sys.modules); import microtuning_sdk.cli; print(*set(sys.modules) - before)")
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert loaded <= {"microtuning_sdk"} | sys.stdlib_module_names
-    assert len(done.stdout.split()) < 60
+    assert len(done.stdout.split()) < 12
 
 
 # --- errors in words -------------------------------------------------------------------------------------------------

@@ -11,15 +11,11 @@ To add a verb: `add_parsers` of its module, the heading in docs/cli.md (a test c
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from microtuning_sdk._interrupts import one_interrupt
-
+TYPE_CHECKING = False  # as typing's, which would take its time
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 SUCCESS, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -28,8 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Without `argv` it is the program itself, about to end."""
     is_program = argv is None
     try:
-        with _left_at_once(is_program):
-            from microtuning_sdk.cli._parser import build_parser
+        _load(leave_when_interrupted=is_program)
+        from microtuning_sdk._interrupts import one_interrupt
+        from microtuning_sdk.cli._parser import build_parser
+
         with one_interrupt(ends_program=is_program):
             arguments = build_parser().parse_args(argv)
             return int(arguments.verb(arguments) or SUCCESS)
@@ -45,18 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
 
-@contextmanager
-def _left_at_once(is_program: bool) -> Iterator[None]:
-    """While modules load nothing is begun, and an interrupt raised inside an import may be lost; so it ends the program."""
-    before = signal.getsignal(signal.SIGINT)
-    if not is_program or before is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _load(*, leave_when_interrupted: bool) -> None:
+    """Loads the rest. Nothing is begun yet, and an interrupt inside an import may get lost; so it ends the program."""
+    from signal import SIGINT, default_int_handler, getsignal, signal
+
+    is_ours = leave_when_interrupted and getsignal(SIGINT) is default_int_handler
+    if is_ours:
+        signal(SIGINT, lambda *_: os._exit(INTERRUPTED))
+    import microtuning_sdk._interrupts
+    import microtuning_sdk.cli._parser  # noqa: F401
+
+    if is_ours:
+        signal(SIGINT, default_int_handler)
 
 
 def _explained(error: Exception) -> tuple[str, int]:
