@@ -7,9 +7,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Of cgroup v2, and of v1, which older hosts still run.
 _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
@@ -24,6 +26,55 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none gets out of sight (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children(within_s: float = 5.0) -> None:
+    """Kill every child of this process, and each one's own as it becomes ours, until none is left.
+
+    The time limit is for a process that the kernel cannot end yet, as one that waits for a broken disk.
+    """
+    ends_at_s = time.monotonic() + within_s
+    while (children := children_of(os.getpid())) and time.monotonic() < ends_at_s:
+        kill_all(children)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    return [child for child, parent in _parents().items() if parent == pid]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Children, their children, and so on; not those whose parent has ended, who are another's now."""
+    parents = _parents()
+    found = [pid]
+    for ancestor in found:  # it grows as we go
+        found += [child for child, parent in parents.items() if parent == ancestor]
+    return found[1:]
+
+
+def _parents() -> dict[int, int]:
+    """Every process and its parent, as /proc has them; nothing where there is no /proc."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            after_name = path.read_bytes().rpartition(b")")[2]  # a name may hold spaces and parentheses
+            found[int(path.parent.name)] = int(after_name.split()[1])
+    return found
 
 
 def oom_kills() -> int:

@@ -12,11 +12,13 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import random
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,10 +40,36 @@ class Refusal(Exception):
 def main(arguments: list[str]) -> None:
     descriptor, entry, code, parent = int(arguments[0]), arguments[1], Path(arguments[2]), int(arguments[3])
     die_with_parent(parent)
-    # A stop of the job goes to every process of it; the trainer decides when this one ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stay_until_told(signal.SIGTERM)
     with socket.socket(fileno=descriptor) as channel:
         serve(channel, entry, code)
+
+
+def stay_until_told(number: int) -> None:
+    """Outlive a stop, which goes to every process of a job: the trainer decides when this one ends.
+
+    By a handler that does nothing. To ignore the signal would be inherited by all that user code starts. A program started
+    anew has the default again by itself; a fork gets it, and a signal that comes meanwhile waits for it.
+    """
+    masks = threading.local()
+
+    def stay(*_: object) -> None:
+        pass
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def end_as_usual() -> None:
+        if signal.getsignal(number) is stay:
+            signal.signal(number, signal.SIG_DFL)
+        let_go()
+
+    signal.signal(number, stay)
+    signal.siginterrupt(number, False)
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=end_as_usual)
 
 
 def serve(channel: socket.socket, entry: str, code: Path) -> None:

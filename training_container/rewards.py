@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .failures import UserFailure
+from .processes import descendants_of, kill_all
 from .reward_worker import receive, send
 
 NOT_SCORED = math.nan
@@ -199,12 +200,14 @@ class RewardFunction:
             return 0
 
     def close(self) -> None:
-        """End the process and everything it started."""
+        """End the process and everything it started, in sessions of their own as well."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
+            started = descendants_of(self._process.pid)
             with contextlib.suppress(ProcessLookupError):  # it has ended, and left no children
                 os.killpg(self._process.pid, signal.SIGKILL)
+            kill_all(started)
             self._process.wait()
         self._process = self._socket = None
 

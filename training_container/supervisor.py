@@ -2,6 +2,7 @@
 
 It reads what to do, imports torch once, and forks workers from that warm process: a worker that crashed is back in a tenth
 of a second instead of four. It traps SIGTERM, which the stock toolkit does not, and lets the worker save at its next step.
+Whatever the job started, however detached, becomes its child in the end and is killed with it.
 
     worker ends with 0      the job ends with 0
     143                     stopped after a checkpoint; so does the job
@@ -27,7 +28,7 @@ from .failures import Failure, classify, write_failure
 from .job import Job, read_job, unpack_code
 from .metrics import EventLog
 from .paths import MlTree
-from .processes import die_with_parent, oom_kills
+from .processes import adopt_orphans, die_with_parent, end_children, oom_kills
 
 if TYPE_CHECKING:
     from .progress import RestartClock
@@ -45,6 +46,7 @@ def main() -> int:
     """Run the job to its end; the exit status."""
     supervisor = Supervisor()
     signal.signal(signal.SIGTERM, supervisor.on_stop)
+    adopt_orphans()
     tree = MlTree.from_environment(os.environ)
     try:
         tree.make_outputs()
@@ -55,6 +57,8 @@ def main() -> int:
     except Exception as error:
         write_failure(tree.failure, classify(error))
         return EXIT_FAILED
+    finally:
+        end_children()  # what user code started in the background ends with the job
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Supervisor:
     def run_script(self, job: Job) -> int:
         from .recipes.script import run_script
 
-        _status, failure = run_script(job, self._adopt)
+        _status, failure = run_script(job, self._adopt, end_children)
         self._child = None
         if self._stop_asked:
             return EXIT_STOPPED
@@ -132,6 +136,7 @@ class Supervisor:
             if fruitless > MAX_RESTARTS_WITHOUT_PROGRESS:
                 return self._give_up(job, ending)
             job.tree.failure.unlink(missing_ok=True)
+            end_children()  # the next worker begins with a machine to itself
             log.emit("notice", message=f"the worker was {ending.cause}; starting again from checkpoint {reached}")
             restart = self._clock(ending, ended_at_s)
 

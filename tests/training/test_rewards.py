@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,48 @@ def test_a_reward_with_chance_in_it_gives_the_same_numbers_for_the_same_step(ask
 
 def test_what_the_function_prints_disturbs_nothing(ask: Ask, capfd: pytest.CaptureFixture[str]) -> None:
     assert ask("def score(completions, **kw):\n    print('hello')\n    return [1.0]\n", asked("a")).values == [1.0]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "p = subprocess.Popen(['sleep', '60'], start_new_session=True).pid",
+        "p = os.fork() or time.sleep(60)",
+        "with ThreadPoolExecutor() as pool: p = pool.submit(lambda: os.fork() or time.sleep(60)).result()",
+        "p = context.Process(target=time.sleep, args=(60,)); p.start(); p = p.pid",
+    ],
+)
+def test_what_a_reward_starts_can_be_stopped_and_the_reward_itself_stays(start: str, ask: Ask) -> None:
+    source = (
+        "import os, signal, subprocess, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "import multiprocessing\ncontext = multiprocessing.get_context('fork')\n"
+        f"def score(completions):\n    {start}\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(p, signal.SIGTERM)\n    return [os.waitstatus_to_exitcode(os.waitpid(p, 0)[1])]\n"
+    )
+    assert ask(source, asked("a")).values == [-signal.SIGTERM]
+
+
+def test_a_call_that_is_killed_takes_what_it_started_with_it(ask: Ask, tmp_path: Path) -> None:
+    source = (
+        "import subprocess, time\nfrom pathlib import Path\ndef score(completions):\n"
+        "    p = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"    with open({str(tmp_path / 'pids')!r}, 'a') as file:\n        file.write(f'{{p.pid}}\\n')\n"
+        "    time.sleep(60)\n"
+    )
+    assert ask(source, asked("a"), limit_s=2).timed_out == 1
+    pids = [int(line) for line in (tmp_path / "pids").read_text().splitlines()]
+    assert len(pids) == 2
+    ends_at_s = time.monotonic() + 2
+    while [pid for pid in pids if is_running(pid)] and time.monotonic() < ends_at_s:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except OSError:
+        return False
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------

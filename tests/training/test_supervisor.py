@@ -63,6 +63,70 @@ def handles_sigterm(pid: int) -> bool:
     return bool(caught and int(caught.group(1), 16) >> (signal.SIGTERM - 1) & 1)
 
 
+# User code that starts processes meant to stay, in each of the ways there are.
+STARTS_WHAT_STAYS = """
+import os, signal, subprocess, time
+from pathlib import Path
+
+def deaf():
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+subprocess.Popen(["sleep", "300"], start_new_session=True, preexec_fn=deaf)
+subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"], start_new_session=True)
+daemon = Path(os.environ["SM_OUTPUT_DATA_DIR"], "daemon")
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        daemon.touch()
+        time.sleep(300)
+    os._exit(0)
+while not daemon.exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise ValueError", 1), ("os.kill(os.getppid(), 15)", 143)])
+def test_what_a_script_leaves_behind_ends_with_the_job(end: str, status: int, a_box: Box) -> None:
+    code = {"train.py": f"{STARTS_WHAT_STAYS}{end}\n"}
+    box = a_box(algorithm={"type": "script", "entry": "train.py"}, code=code)
+    with box.start() as process:
+        process.wait(timeout=30)
+        left = running_in(box.tree.root)
+    assert process.returncode == status
+    assert (box.tree.output_data / "daemon").exists()
+    assert not left
+
+
+def test_what_a_reward_leaves_behind_ends_with_the_job(a_box: Box, rows: Rows) -> None:
+    settings = {"type": "grpo", "batch_size": 16, "group_size": 4, "max_completion_tokens": 6, "max_train_steps": 1}
+    scores = "def score(completions, **kw):\n    return list(map(len, completions))\n"
+    box = a_box(
+        algorithm=settings,
+        rows=rows(16),
+        code={"rewards.py": STARTS_WHAT_STAYS + scores},
+        reward={"entry": "rewards:score"},
+    )
+    done = box.supervise()
+    assert done.returncode == 0, done.stderr
+    assert (box.tree.output_data / "daemon").exists()
+    assert not running_in(box.tree.root)
+
+
+def running_in(folder: Path) -> list[str]:
+    """Command lines of the processes whose environment names this ML root."""
+    mark = f"MICROTUNING_ML_ROOT={folder}\0".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_text())
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
 def test_a_long_failure_keeps_class_file_and_line_within_900_bytes() -> None:
     line = Failure("user", '漢字"\n' * 900, "/opt/ml/code/rewards.py", 17).as_line()
     assert len(line.encode()) <= MAX_FAILURE_BYTES

@@ -24,9 +24,12 @@ _A_CHILD_WAS_KILLED = 128 + signal.SIGKILL
 _OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory")
 
 
-def run_script(job: Job, on_start: Callable[[int], None]) -> tuple[int, Failure | None]:
-    """Run the script to its end: (exit status, failure). `on_start` gets its pid, to forward signals to.
+def run_script(
+    job: Job, on_start: Callable[[int], None], on_end: Callable[[], None] = lambda: None
+) -> tuple[int, Failure | None]:
+    """Run the script to its end: (exit status, failure).
 
+    `on_start` gets its pid, to forward signals to; `on_end` ends what the script left behind, so that its output ends, too.
     The script runs in the code folder, with the supervisor's own environment and SM_* beside it. Whether a stop was asked
     for, which makes its end no failure, is for the caller to know.
     """
@@ -46,13 +49,15 @@ def run_script(job: Job, on_start: Callable[[int], None]) -> tuple[int, Failure 
         preexec_fn=lambda: die_with_parent(supervisor),  # one left behind would write checkpoints beside the next one's
     )
     on_start(process.pid)
-    last_lines = _pass_on(process)
+    reader, last_lines = _pass_on(process)
     status = process.wait()
+    on_end()
+    reader.join(timeout=5)  # what could not be ended holds the pipe open
     return status, _failure(status, last_lines, job.tree.code, out_of_memory=oom_kills() > kills_before)
 
 
-def _pass_on(process: subprocess.Popen[bytes]) -> deque[str]:
-    """Copy the script's stderr to ours until it closes, keeping its last lines."""
+def _pass_on(process: subprocess.Popen[bytes]) -> tuple[threading.Thread, deque[str]]:
+    """Copy the script's stderr to ours until it closes, by a thread, which keeps its last lines."""
     kept: deque[str] = deque(maxlen=_LAST_LINES)
     assert process.stderr is not None
     source = process.stderr
@@ -66,9 +71,7 @@ def _pass_on(process: subprocess.Popen[bytes]) -> deque[str]:
 
     reader = threading.Thread(target=copy, daemon=True)
     reader.start()
-    process.wait()
-    reader.join(timeout=5)  # a child the script left behind may hold the pipe open
-    return kept
+    return reader, kept
 
 
 def _failure(status: int, lines: Iterable[str], code: Path, *, out_of_memory: bool) -> Failure | None:
