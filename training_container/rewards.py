@@ -76,6 +76,25 @@ class Scores:
         """Over the scored completions; NaN when there is none."""
         return sum(self.scored) / len(self.scored) if self.scored else math.nan
 
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        return cls(
+            values=[value for part in parts for value in part.values],
+            abstained=sum(part.abstained for part in parts),
+            not_finite=sum(part.not_finite for part in parts),
+            timed_out=sum(part.timed_out for part in parts),
+        )
+
+    @property
+    def why_unscored(self) -> str:
+        """As a sentence says it: "3 abstained (None), 1 timed out"."""
+        found = {
+            "abstained (None)": self.abstained,
+            "not finite (NaN or infinite)": self.not_finite,
+            "timed out": self.timed_out,
+        }
+        return ", ".join(f"{count} {name}" for name, count in found.items() if count)
+
     def counts(self) -> dict[str, int]:
         """The counts that are not 0, as metrics."""
         found = {"abstained": self.abstained, "not_finite": self.not_finite, "timed_out": self.timed_out}

@@ -227,7 +227,7 @@ def test_a_reward_that_wakes_up_at_its_third_call_moves_the_weights_from_step_3_
     ("reward", "cause"),
     [
         ("[0.7] * len(completions)", "every completion got 0.7. Make the reward tell better from worse"),
-        ("[None] * len(completions)", "no completion was scored {reward_abstained: 16}"),
+        ("[None] * len(completions)", "no completion was scored: 16 abstained (None)"),
         ("[float(p) for p in prompts]", "completions of the same prompt all got the same"),
     ],
 )
@@ -243,6 +243,55 @@ def test_a_reward_without_any_spread_ends_the_run_after_max_constant_steps_with_
     assert "no spread within any group for 3 steps in a row (up to step 3)" in box.failure["message"]
     assert cause in box.failure["message"]
     assert (box.steps, box.progress["step"]) == ([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        ("[None] * len(completions)", "5 abstained (None)"),
+        ("[math.nan] * len(completions)", "5 not finite (NaN or infinite)"),
+        ("[[None, math.inf][len(p) % 2] for p in prompts]", "2 abstained (None), 3 not finite (NaN or infinite)"),
+        ("[time.sleep(60)]", "5 timed out"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_evaluation_that_scores_nothing_ends_the_run_with_its_cause(
+    reward: str, cause: str, when: str, a_box: Box, rows: Rows
+) -> None:
+    calls_scored = 0 if when == "before" else 2  # the evaluation before, and the only step
+    source = (
+        "import math, os, time\nfrom pathlib import Path\nmarks = Path(os.environ['SM_OUTPUT_DATA_DIR'], 'marks')\n"
+        "def score(prompts, completions):\n"
+        "    made = len(marks.read_text()) if marks.exists() else 0\n    marks.write_text('x' * (made + 1))\n"
+        f"    return list(map(len, completions)) if made < {calls_scored} else {reward}\n"
+    )
+    box = a_box(
+        algorithm=GRPO | {"max_train_steps": 1},
+        rows=rows(16),
+        eval_rows=[{"prompt": "1" * length} for length in (1, 2, 3, 4, 5)],
+        code={"rewards.py": source},
+        reward={"entry": "rewards:score", "time_limit_s": 1},
+    )
+    box.environment = {"SM_OUTPUT_DATA_DIR": str(box.tree.output_data)}
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert f"rewards:score scored none of the 5 held-out completions: {cause}." in box.failure["message"]
+    assert (box.steps, [event["when"] for event in box.of("eval")]) == (
+        ([], []) if when == "before" else ([1], ["before"])
+    )
+
+
+def test_one_scored_row_is_an_evaluation(a_box: Box, rows: Rows) -> None:
+    code = {"rewards.py": "def score(completions, **kw):\n    return [1.0] + [None] * (len(completions) - 1)\n"}
+    box = a_box(
+        algorithm=GRPO | {"max_train_steps": 1},
+        rows=rows(16),
+        eval_rows=rows(4, seed=2),
+        code=code,
+        reward={"entry": "rewards:score"},
+    )
+    assert box.work() == 0
+    assert [(event["eval_reward"], event["eval_accuracy"]) for event in box.of("eval")] == [(1.0, 0.25)] * 2
 
 
 def test_a_run_that_has_learned_everything_is_not_given_up(a_box: Box, rows: Rows) -> None:
@@ -265,6 +314,24 @@ def test_a_raising_reward_ends_the_run_with_the_users_file_and_line(a_box: Box, 
         "class": "user", "message": "The reward rewards:score: ZeroDivisionError: division by zero",
         "file": str(box.tree.code / "rewards.py"), "line": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        ("ValueError('half \\ud800')", r"ValueError: half \ud800"),
+        ("type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "Mute: (its text cannot be had"),
+    ],
+)
+def test_a_reward_that_raises_what_cannot_be_said_is_the_users_failure_all_the_same(
+    raised: str, message: str, a_box: Box, rows: Rows
+) -> None:
+    code = {"rewards.py": f"def score(completions, **kw):\n    raise {raised}\n"}
+    box = a_box(algorithm=GRPO, rows=rows(16), code=code, reward={"entry": "rewards:score"})
+    assert box.work() == 1
+    failure = box.failure
+    assert (failure["class"], failure["file"], failure["line"]) == ("user", str(box.tree.code / "rewards.py"), 2)
+    assert message in failure["message"]
 
 
 def test_a_warm_start_is_a_phase_of_its_own_kept_as_checkpoint_0(a_box: Box, rows: Rows) -> None:

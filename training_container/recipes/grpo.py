@@ -137,14 +137,22 @@ def question_about(tokenizer: object, prompts: Sequence[Prompt], groups: Groups)
 
 
 def evaluate(engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Greedy completions of held-out prompts: mean reward of the scored ones, and the share of all that are right."""
+    """Greedy completions of held-out prompts: mean reward of the scored ones, and the share of all that are right.
+
+    Raises:
+        UserFailure: not one was scored, so there is nothing to compare the model by.
+    """
     greedy = Sampling(run.settings.max_completion_tokens, greedy=True)
     longest = max(len(prompt.tokens) for prompt in prompts) + greedy.max_new_tokens
     size = max(1, min(_EVAL_ROWS, _EVAL_TOKENS // longest))
     parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    values = [value for part in parts for value in roll_out(engine, run, reward, part, greedy, 1)[1].values]
-    scores = Scores(values)
-    return {"eval_reward": scores.mean, "eval_accuracy": share_right(values, run.reward.success_at)}
+    scores = Scores.joined([roll_out(engine, run, reward, part, greedy, 1)[1] for part in parts])
+    if not scores.scored:
+        raise UserFailure(
+            f"The reward {run.reward.entry} scored none of the {len(prompts)} held-out completions: {scores.why_unscored}. "
+            "It must give a number for some of data.eval."
+        )
+    return {"eval_reward": scores.mean, "eval_accuracy": share_right(scores.values, run.reward.success_at)}
 
 
 def share_right(values: Sequence[float], success_at: float) -> float:
@@ -183,7 +191,7 @@ def give_up_if_constant(run: Run, scores: Scores, rewards_P_G: Tensor) -> None:
 
 def _why_constant(scores: Scores) -> str:
     if not scores.scored:
-        return "no completion was scored " + str(scores.counts() or "").replace("'", "")
+        return f"no completion was scored: {scores.why_unscored}"
     low, high = min(scores.scored), max(scores.scored)
     if low == high:
         return f"every completion got {low:g}. Make the reward tell better from worse, or begin with a warm start"
