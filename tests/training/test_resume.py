@@ -71,13 +71,18 @@ def test_a_grpo_worker_killed_at_step_7_gives_the_same_final_weights_to_the_bit(
     assert 0 < restart["first_step_ms"] < 5000
 
 
+@pytest.mark.parametrize("settings", [SFT, GRPO], ids=["sft", "grpo"])
 @pytest.mark.parametrize("kind", ["a_box", "a_lora_box"])
-def test_a_supervisor_killed_in_mid_sft_goes_on_in_a_new_process_to_the_same_bits(
-    kind: str, rows: Callable[..., Any], request: pytest.FixtureRequest
+def test_a_supervisor_killed_in_mid_run_goes_on_in_a_new_process_to_the_same_bits(
+    kind: str, settings: dict[str, Any], rows: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
     make = request.getfixturevalue(kind)
-    settings = SFT | {"epochs": 10}
-    calm, killed = (make(name=name, algorithm=settings, rows=rows(16)) for name in ("calm", "killed"))
+    settings = settings | {"epochs": 10}
+    plan = {"micro_batch_size": None}  # the engine chooses, and must choose alike
+    calm, killed = (
+        make(name=name, algorithm=settings, rows=rows(16), eval_rows=rows(4, seed=2), plan=plan)
+        for name in ("calm", "killed")
+    )
     assert calm.work() == 0
     with killed.start() as process:
         killed.wait_for_step(9, process)
@@ -87,10 +92,13 @@ def test_a_supervisor_killed_in_mid_sft_goes_on_in_a_new_process_to_the_same_bit
     assert ends_within_2_s(worker), "the worker outlived its supervisor"
     seen = len(killed.steps)
     assert 9 <= seen < 40
-    assert killed.work() == 0
+    done = killed.supervise()
+    assert done.returncode == 0, done.stderr
     assert killed.steps[-1] == 40
     assert killed.steps[seen] > 4, "it began from nothing"
     assert killed.weights_sha256 == calm.weights_sha256
+    assert last_of_each_step(killed) == last_of_each_step(calm)
+    assert measured(killed) == measured(calm)
 
 
 def test_a_run_resumed_exactly_at_an_epoch_end_makes_6_steps_and_sees_each_row_3_times(
@@ -220,6 +228,15 @@ def test_a_worker_that_dies_at_the_same_place_again_and_again_ends_the_job_as_pl
     assert done.returncode == 1
     assert box.failure["class"] == "platform"
     assert "killed by signal 9 4 times without a newer checkpoint" in box.failure["message"]
+
+
+def measured(box: Any) -> dict[str, float]:
+    """What the final checkpoint says of the model; how fast the machine was is another matter."""
+    return {name: value for name, value in box.manifest(40)["metrics"].items() if name != "tokens_per_s"}
+
+
+def last_of_each_step(box: Any) -> dict[int, tuple[float, float]]:
+    return {event["step"]: (event["loss"], event["grad_norm"]) for event in box.of("metrics")}
 
 
 def children_of(pid: int) -> list[int]:
