@@ -92,3 +92,15 @@ def test_what_cannot_be_stored_is_answered_at_once_and_starts_nothing(
     receipt = stage.receipt(*stage.upload(text))
     assert field in [each["field"] for each in receipt["errors"]], receipt
     assert len(stage.executions()) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "field"), [("{bad", "model.base"), ("[]", "compute.instance"), ("\xff", "model.base")]
+)
+def test_a_model_whose_config_cannot_be_read_is_refused_by_field(
+    config: str, field: str, stage: StageUnderTest
+) -> None:
+    stage.put(f"{FOLDER}model/config.json", config.encode("latin-1"))
+    model = {"base": f"s3://{stage.names.bucket}/{FOLDER}model/"}
+    found = errors(stage, stage.spec(model=model, compute={"instance": "auto"}))
+    assert field in found

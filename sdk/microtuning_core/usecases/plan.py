@@ -132,14 +132,21 @@ def _shape(services: Services, spec: RunSpec) -> ModelShape | None:
     shape = None
     if base.startswith("s3://"):
         key = base.removeprefix(f"s3://{services.names.bucket}/").rstrip("/")
-        config = services.objects.read_json(f"{key}/config.json")
-        shape = shape_from_config(config) if config else None
+        shape = _shape_in(services, f"{key}/config.json")
     else:
         shape = shape_from_name(base)
     if shape is None and spec.algorithm.type != "script" and spec.compute.instance == "auto":
         message = f"the size of {base} cannot be told from its name or config.json; name a type that holds it"
         raise InvalidSpec([Problem("compute.instance", message)])
     return shape
+
+
+def _shape_in(services: Services, config_key: str) -> ModelShape | None:
+    body = services.objects.read(config_key)
+    try:
+        return shape_from_config(json.loads(body)) if body else None
+    except ValueError as error:
+        raise InvalidSpec([Problem("model.base", f"its config.json is not valid JSON: {error}")]) from error
 
 
 def _spent_usd(run: Run) -> Decimal:

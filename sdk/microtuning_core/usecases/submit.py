@@ -98,6 +98,8 @@ def _does_not_fit(services: Services, spec: RunSpec, absent: Set[str]) -> list[P
         return []
     try:
         choose_plan(plan_request(services, spec), [])
+    except InvalidSpec as error:
+        return error.problems
     except MicrotuningError as error:
         return [Problem("compute", f"{error.message} {error.next_step}".strip())]
     return []
