@@ -118,8 +118,8 @@ _SCRIPT_EVIDENCE: tuple[tuple[re.Pattern[str], FailureClass], ...] = (
     ),
 )
 
-# Killed from outside, without a word of ours: 137 = SIGKILL, 143 = SIGTERM that nobody asked for. Our supervisor says itself
-# when the kernel killed a worker for memory; a silent 137 is a lost host, and the same plan keeps the same bits.
+# Killed from outside, without a word of ours: 137 = SIGKILL, 143 = SIGTERM that nobody asked for. Our supervisor says
+# itself when the kernel killed a worker for memory; a silent 137 is a lost host, and the same plan keeps the same bits.
 _EXIT_CODES = {
     137: FailureClass.PLATFORM,
     -9: FailureClass.PLATFORM,

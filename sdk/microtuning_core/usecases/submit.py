@@ -67,7 +67,7 @@ def checked_spec(services: Services, tenant: str, body: bytes, file: str) -> Run
 
 
 def check_spec(services: Services, tenant: str, spec: RunSpec, lines: Mapping[str, int] | None = None) -> RunSpec:
-    """What only the stage can judge: whose it is, that all it reads is the tenant's own, there and good, and that it fits."""
+    """What only the stage can judge: whose it is, that all it reads is the tenant's, there and good, that it fits."""
     problems = list(foreign_locations(spec, services.names.bucket))
     if spec.tenant != tenant:
         problems.insert(0, Problem("tenant", f"the spec says {spec.tenant!r} and was uploaded by {tenant!r}"))
