@@ -80,11 +80,14 @@ def standing_line(standing: Standing) -> str:
     metrics = standing.metrics
     parts = [_step(metrics) or standing.status]
     parts += [
-        f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in _SHOWN_METRICS if _is_number(metrics.get(name))
+        f"{name.replace('_', ' ')} {round(metrics[name], 4):.3g}"
+        for name in _SHOWN_METRICS
+        if _is_number(metrics.get(name))
     ]
+    parts.append(f"{shown(standing.cost_usd)} USD")  # before what a narrow terminal may cut
     if _is_number(metrics.get("tokens_per_s")):
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
-    return " · ".join([*parts, f"{shown(standing.cost_usd)} USD"])
+    return " · ".join(parts)
 
 
 def _step(metrics: Event) -> str:

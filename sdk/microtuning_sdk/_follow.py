@@ -66,7 +66,7 @@ def _show(line: LogLine, metrics: dict[str, Any], display: Display) -> dict[str,
     if event is None:
         display.say(line.text)
         return metrics
-    if event["event"] == "metrics":
+    if event["event"] == "metrics" or "warm_loss" in event:
         return event
     if text := event_line(event):
         display.say(text)

@@ -202,6 +202,7 @@ def test_a_constant_reward_makes_5_counted_steps_without_an_update_and_the_weigh
     assert all(map(math.isfinite, numbers_of(steps)))
     assert box.weights_sha256 == untrained.weights_sha256
     assert box.checkpoints[-1] == "step-5"
+    assert "learned nothing" in box.of("notice")[-1]["message"]
 
 
 def test_a_reward_that_wakes_up_at_its_third_call_moves_the_weights_from_step_3_on(a_box: Box) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import microtuning_sdk
 from microtuning_core.aws.runs import Checkpoint
@@ -27,7 +30,8 @@ from microtuning_core.domain.run import (
 )
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_sdk import _views
-from microtuning_sdk._display import Standing, changes, detached, ending, event_line, standing_line
+from microtuning_sdk._display import Display, Standing, changes, detached, ending, event_line, standing_line
+from microtuning_sdk._follow import _show
 from microtuning_sdk._logs import LogLine, metrics_in
 from microtuning_sdk._run import _reason
 from microtuning_sdk._submit import run_id_in
@@ -140,14 +144,22 @@ def test_cost_so_far_takes_billed_seconds_where_they_are_known_and_the_clock_whe
 def test_the_moving_line_says_step_reward_accuracy_speed_and_cost() -> None:
     metrics = {"step": 12, "total_steps": 80, "reward": 0.4321, "accuracy": 0.31, "tokens_per_s": 5120.4, "loss": None}
     assert standing_line(Standing("training", metrics, Decimal("0.00031"))) == (
-        "step 12/80 · reward 0.432 · accuracy 0.31 · 5,120 tokens/s · 0.0003 USD"
+        "step 12/80 · reward 0.432 · accuracy 0.31 · 0.0003 USD · 5,120 tokens/s"
     )
 
 
 def test_before_the_first_step_the_moving_line_says_the_status() -> None:
     assert standing_line(Standing("queued", {}, Decimal(0))) == "queued · 0.0000 USD"
-    warm = {"event": "metrics", "step": 0, "warm_step": 30, "warm_loss": 1.5}
-    assert standing_line(Standing("training", warm, Decimal(0))) == "warm start, step 30 · warm loss 1.5 · 0.0000 USD"
+
+
+def test_the_warm_start_moves_the_line_by_the_events_that_its_recipe_emits() -> None:
+    recipe = (Path(__file__).parents[2] / "training_container" / "recipes" / "supervised.py").read_text("utf-8")
+    assert 'emit("phase", phase="warm_start", warm_step=state.warm_step, warm_loss=' in recipe
+    line = LogLine(
+        0, "stream", json.dumps({"event": "phase", "phase": "warm_start", "warm_step": 30, "warm_loss": 1.5})
+    )
+    seen = _show(line, {}, Display(Console(file=io.StringIO())))
+    assert standing_line(Standing("training", seen, Decimal(0))) == "warm start, step 30 · warm loss 1.5 · 0.0000 USD"
 
 
 def test_each_attempt_recovery_checkpoint_and_end_is_said_once() -> None:

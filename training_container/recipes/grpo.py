@@ -50,6 +50,8 @@ def train(engine: Engine, run: Run) -> None:
                 tokens=sum(len(completion.tokens) for group in groups for completion in group),
             )
             give_up_if_constant(run, scores, rewards_P_G)
+        if 0 < run.state.step == run.state.constant_steps:
+            run.log.emit("notice", message="no step had any spread of reward within a group: the model learned nothing")
         if held_out:
             state.eval_after = run.report_eval("after", evaluate(engine, run, reward, held_out))
 
