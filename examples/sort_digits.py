@@ -59,7 +59,7 @@ def report(run: Run) -> None:
     print("checkpoints " + ", ".join(f"step {each['step']}" for each in shown["checkpoints"]))
     print(f"cost        {cost.total_usd:.4f} USD at list price ({cost.state}; on your own machine it is free)")
     print(f"execution   {shown['execution_arn']}")
-    print('look at it  eval "$(microtuning local env)"')
+    print('look at it  source .venv/bin/activate; eval "$(microtuning local env)"')
     print(f"            aws stepfunctions get-execution-history --execution-arn {shown['execution_arn']}")
     print(f"            microtuning runs show {run.run_id}")
 
