@@ -61,11 +61,9 @@ class Box:
     @property
     def events(self) -> list[dict[str, Any]]:
         path = self.tree.output_data / "metrics.jsonl"
-        return (
-            [json.loads(line, parse_constant=_refuse) for line in path.read_text("utf-8").splitlines()]
-            if path.exists()
-            else []
-        )
+        text = path.read_text("utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a reader may see half of a line that is being written
+        return [json.loads(line, parse_constant=_refuse) for line in whole.splitlines()]
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [each for each in self.events if each["event"] == event]
