@@ -1,7 +1,7 @@
 """From a document to a RunSpec, or to every problem it has: by field, by line where the file's reader knows them.
 
-Three kinds of rules, all run, all reported together: what each field may be (the records in `spec`), what no field may hold
-(values that cannot be stored or shown), and what one part asks of another.
+Three kinds of rules. Reported together: what each field may be (the records in `spec`) and what no field may hold (values
+that cannot be stored or shown). Then, once the fields are right: what one part asks of another.
 """
 
 from __future__ import annotations
