@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from microtuning_core.domain.algorithms import RewardSpec
 from microtuning_core.domain.datasets import Row
 from microtuning_core.domain.manifest import CheckpointFile, CheckpointManifest
 from microtuning_core.domain.planning import steps_between_checkpoints
 from microtuning_core.domain.progress import Restart
-from microtuning_core.domain.spec import RewardSpec
 
 from .checkpoints import prune, write_checkpoint
 from .data import Cursor

@@ -370,7 +370,7 @@ def test_every_way_to_sample_begins_at_a_ratio_of_1(change: dict[str, Any], a_bo
 
 
 def test_every_recipe_of_the_registry_is_an_algorithm_of_the_spec() -> None:
-    from microtuning_core.domain.spec import ALGORITHMS
+    from microtuning_core.domain.algorithms import ALGORITHMS
     from training_container.recipes import RECIPES, load_recipe
 
     assert set(RECIPES) == set(ALGORITHMS)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from microtuning_core.domain.algorithms import ALGORITHMS, GrpoSettings, ScriptSettings, SftSettings
 from microtuning_core.domain.failures import FailureClass
-from microtuning_core.domain.spec import ALGORITHMS, GrpoSettings, ScriptSettings, SftSettings
 
 ROOT = Path(__file__).parents[2]
 ALGORITHMS_PAGE = (ROOT / "docs" / "algorithms.md").read_text("utf-8")

@@ -14,9 +14,10 @@ import pytest
 from botocore.response import StreamingBody
 from botocore.stub import Stubber
 
+from microtuning_core.domain.algorithms import GrpoSettings, ScriptSettings, SftSettings
 from microtuning_core.domain.errors import InvalidCode, InvalidData, InvalidSpec
 from microtuning_core.domain.names import StackNames
-from microtuning_core.domain.spec import GrpoSettings, RunSpec, ScriptSettings, SftSettings
+from microtuning_core.domain.spec import RunSpec
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk import RLTrainer, ScriptTrainer, SFTTrainer, Stage

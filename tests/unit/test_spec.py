@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from microtuning_core.domain.algorithms import ALGORITHMS
 from microtuning_core.domain.errors import InvalidSpec
-from microtuning_core.domain.spec import ALGORITHMS, RunSpec, foreign_locations, locations
+from microtuning_core.domain.spec import RunSpec, foreign_locations, locations
 from microtuning_core.domain.spec_checks import parse_spec
 
 CASES = Path(__file__).parents[1] / "cases"

@@ -118,7 +118,7 @@ def as_example(prompt: Prompt, completion: Completion, advantage: float) -> Exam
 
 def reward_function(run: Run) -> RewardFunction:
     reward = run.reward
-    return RewardFunction(reward.entry, run.job.tree.code, time_limit_s=reward.time_limit_s, seed=run.spec.seed)
+    return RewardFunction(reward.entry or "", run.job.tree.code, time_limit_s=reward.time_limit_s, seed=run.spec.seed)
 
 
 def question_about(tokenizer: object, prompts: Sequence[Prompt], groups: Groups) -> Question:

@@ -8,48 +8,27 @@
     code: {uri: s3://bucket/tenants/default/code/…/code.zip, sha256: …, entry: rewards}
 
 The same words in Python, YAML and JSON. Defaults are the vetted settings. Unknown fields are refused, and every problem is
-reported at once, by field and (for a file) by line. To add an algorithm: a settings class here, its line in `Algorithm`, a
-recipe of the same name in training_container/recipes/, a heading in docs/algorithms.md; a test compares the four.
+reported at once, by field and (for a file) by line. What each algorithm can be asked is in `algorithms`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from microtuning_core.domain.algorithms import Algorithm, EnvironmentSpec, LossSpec, RewardSpec
 from microtuning_core.domain.catalog import CATALOG
-from microtuning_core.domain.errors import InvalidName, Problem
+from microtuning_core.domain.errors import Problem
+from microtuning_core.domain.fields import ModelSource, S3Location, as_value_error
 from microtuning_core.domain.layout import belongs_to, parse_s3_uri
 from microtuning_core.domain.names import check_run_name, check_tenant
 from microtuning_core.domain.record import Record, UsdAmount, Value
 
-Json = Any  # what json.loads returns
-
 PRESETS = ("Transformer", "tiny-decoder")  # "Transformer" is the friendly name of tiny-decoder
-
-
-def _as_value_error(check: Any) -> Any:
-    """Names raise InvalidName; pydantic collects ValueError."""
-
-    def checked(value: str) -> str:
-        try:
-            check(value)
-        except InvalidName as error:
-            raise ValueError(f"{error.message} {error.next_step}") from error
-        return value
-
-    return AfterValidator(checked)
-
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-S3Location = Annotated[str, _as_value_error(parse_s3_uri)]
-Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 class ModelSpec(Value):
@@ -60,104 +39,26 @@ class ModelSpec(Value):
     """
 
     arch: Literal["Transformer", "tiny-decoder"] | None = None
-    base: str | None = None
+    base: ModelSource | None = None
     revision: str | None = None
     adapter: Literal["lora", "qlora", "none"] | None = None
     rank: int = Field(16, ge=1, le=512)
     alpha: float = Field(32, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter's inputs")
     target_modules: tuple[str, ...] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, a third more time")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
         if (self.arch is None) == (self.base is None):
             raise ValueError("give exactly one of arch (a preset) and base (a hub id or an s3:// prefix)")
-        if self.base is not None and not (_HUB_ID.fullmatch(self.base) or self.base.startswith("s3://")):
-            raise ValueError(
-                "base is a hub id (name or owner/name) or an s3:// prefix; fit() uploads a local directory for you"
-            )
         return self
 
     @property
     def effective_adapter(self) -> Literal["lora", "qlora", "none"]:
         """A preset trains all its weights, a base model an adapter, unless the user says otherwise."""
         return self.adapter or ("none" if self.arch else "lora")
-
-
-class WarmStart(Value):
-    """Supervised steps before reinforcement, on demonstrations that need not be all right."""
-
-    data: S3Location
-    steps: int = Field(ge=1)
-    batch_size: int = Field(128, ge=1)
-    learning_rate: float = Field(3e-3, gt=0)
-
-
-class _Trained(Value):
-    """Settings that every gradient recipe has. learning_rate None = the vetted one for the adapter (docs/algorithms.md)."""
-
-    epochs: int = Field(1, ge=1)
-    max_train_steps: int | None = Field(None, ge=1)
-    learning_rate: float | None = Field(None, gt=0)
-    max_grad_norm: float | None = Field(None, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
-    max_length: int = Field(1024, ge=8, description="tokens of prompt and completion together")
-
-
-class SftSettings(_Trained):
-    """Supervised fine-tuning; `batch_size` rows an optimizer step."""
-
-    type: Literal["sft"] = "sft"
-    batch_size: int = Field(16, ge=1)
-
-
-class GrpoSettings(_Trained):
-    """Group-relative policy optimisation; `batch_size` completions an optimizer step, `group_size` of them a prompt."""
-
-    type: Literal["grpo"] = "grpo"
-    batch_size: int = Field(64, ge=2)
-    group_size: int = Field(8, ge=2)
-    max_completion_tokens: int = Field(64, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: Probability = 1.0
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    warm_start: WarmStart | None = None
-    max_constant_steps: int = Field(
-        50, ge=1, description="steps in a row without any spread of reward before giving up"
-    )
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> GrpoSettings:
-        if self.batch_size % self.group_size:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of group_size {self.group_size}")
-        return self
-
-
-class ScriptSettings(Value):
-    """The user's own training script, run as it is under SageMaker's container contract."""
-
-    type: Literal["script"] = "script"
-    entry: str = Field(pattern=r"^[\w./-]+\.py$")
-    hyperparameters: dict[str, Json] = {}
-
-
-Algorithm = Annotated[SftSettings | GrpoSettings | ScriptSettings, Field(discriminator="type")]
-ALGORITHMS = ("sft", "grpo", "script")
-
-
-class RewardSpec(Value):
-    """The user's reward: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`."""
-
-    entry: str = Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_][\w.]*|pickle:[\w.-]+)$")
-    time_limit_s: float = Field(60, gt=0, le=3600, description="seconds one call may take")
-    success_at: float = Field(1.0, description="a completion counts as right from this reward on")
-
-
-class EnvironmentSpec(Value):
-    """The environment of an episode. `max_steps` is the number of turns; the recipes of today take one."""
-
-    max_steps: int = Field(1, ge=1)
 
 
 class DataSpec(Value):
@@ -171,7 +72,10 @@ class ComputeSpec(Value):
     """Where it runs. Everything has a default: the cheapest machine that fits."""
 
     instance: str = "auto"
-    count: int = Field(1, ge=1, le=1, description="instances a job; one until data parallel comes")
+    count: int = Field(1, ge=1, le=1, description="instances a job; one until several machines are tried on AWS")
+    processes: int | None = Field(
+        None, ge=1, le=16, description="training processes; one a GPU, or one, where not given"
+    )
     spot: Literal["auto"] | bool = "auto"
     recovery: Literal["fast", "cheap"] = "cheap"
     deadline_s: int = Field(86_400, ge=600, description="how long a run may wait for capacity, in all")
@@ -204,11 +108,12 @@ class CodeSpec(Value):
 class RunSpec(Record):
     """A run, as its user describes it."""
 
-    name: Annotated[str, _as_value_error(check_run_name)]
-    tenant: Annotated[str, _as_value_error(check_tenant)] = "default"
+    name: Annotated[str, as_value_error(check_run_name)]
+    tenant: Annotated[str, as_value_error(check_tenant)] = "default"
     model: ModelSpec
     algorithm: Algorithm
     reward: RewardSpec | None = None
+    loss: LossSpec | None = None
     environment: EnvironmentSpec = EnvironmentSpec()
     data: DataSpec
     compute: ComputeSpec = ComputeSpec()
@@ -231,13 +136,34 @@ def locations(spec: RunSpec) -> list[tuple[str, str]]:
         ("data.eval", spec.data.eval),
         ("code.uri", spec.code.uri if spec.code else None),
         ("model.base", spec.model.base if (spec.model.base or "").startswith("s3://") else None),
-        ("algorithm.warm_start.data", _warm_data(spec)),
+        ("algorithm.warm_start.data", warm_data(spec)),
+        ("algorithm.teacher.base", teacher_uri(spec)),
+        *reward_models(spec),
     )
     return [(field, uri) for field, uri in named if uri]
 
 
-def _warm_data(spec: RunSpec) -> str | None:
-    return spec.algorithm.warm_start.data if spec.algorithm.type == "grpo" and spec.algorithm.warm_start else None
+def warm_data(spec: RunSpec) -> str | None:
+    """Where the demonstrations of a warm start are."""
+    warm_start = getattr(spec.algorithm, "warm_start", None)
+    return warm_start.data if warm_start else None
+
+
+def teacher_uri(spec: RunSpec) -> str | None:
+    """Where a teacher of our own keeping is; one of the hub has none."""
+    teacher = spec.algorithm.teacher.base if spec.algorithm.type == "distillation" else ""
+    return teacher if teacher.startswith("s3://") else None
+
+
+def reward_models(spec: RunSpec) -> list[tuple[str, str]]:
+    """`(field, s3 uri)` of every reward model among the rewards."""
+    parts = spec.reward.named_parts if spec.reward else {}
+    named = {name: "reward.entry" if name == "reward" else f"reward.parts.{name}.entry" for name in parts}
+    return [
+        (named[name], part.entry.removeprefix("model:"))
+        for name, part in parts.items()
+        if part.entry.startswith("model:")
+    ]
 
 
 def foreign_locations(spec: RunSpec, bucket: str) -> list[Problem]:

@@ -14,8 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from microtuning_core.domain.algorithms import ALGORITHMS
 from microtuning_core.domain.errors import InvalidSpec, Problem
-from microtuning_core.domain.spec import ALGORITHMS, Json, RunSpec
+from microtuning_core.domain.fields import Json
+from microtuning_core.domain.spec import RunSpec
 
 MAX_SPEC_BYTES = 200_000  # a run's record holds its spec, and DynamoDB an item of 400 kB
 
