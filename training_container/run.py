@@ -3,9 +3,16 @@
     def train(engine, run):
         for indices in run.steps(rows=len(prompts), batch=32):
             …
-            run.end_step({"loss": loss})
+            run.end_step({"loss": loss}, tokens=…)
 
-`end_step` counts the step, reports it, saves when a checkpoint is due, and ends the process when a stop was asked for.
+`end_step` counts the step and reports it; before the next one a checkpoint is saved when it is due, and the process ends
+when a stop was asked for. Where one rollout serves several optimizer steps, they are a window:
+
+        for indices in run.steps(rows=len(prompts), batch=32, updates=4):
+            run.memory = run.memory or draw(indices)       # kept in every checkpoint made inside the window
+            for update in run.updates():
+                …
+                run.end_step({"loss": loss}, tokens=…)
 """
 
 from __future__ import annotations
@@ -45,12 +52,17 @@ class Stopped(Exception):
 class LoopState:
     """Where a run stands; part of every checkpoint. `step` counts optimizer steps of the main phase.
 
-    warm_step, warm_cursor: the supervised phase before it. constant_steps: steps in a row without any spread of reward.
+    after, update, memory: inside a window of several updates: the cursor after its rows, the updates done, and whatever
+    the recipe must find again. warm_step, warm_cursor: the supervised phase before it. constant_steps: steps in a row
+    without any spread of reward.
     skipped_steps: steps in a row whose gradient was not finite. eval_before, first: metrics kept for the end.
     """
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
+    after: Cursor | None = None
+    update: int = 0
+    memory: Any = None
     warm_step: int = 0
     warm_cursor: Cursor = field(default_factory=Cursor)
     constant_steps: int = 0
@@ -65,7 +77,8 @@ class LoopState:
     @classmethod
     def load(cls, path: Path) -> LoopState:
         saved = json.loads(path.read_text("utf-8"))
-        cursors = {name: Cursor(**saved[name]) for name in ("cursor", "warm_cursor")}
+        names = ("cursor", "after", "warm_cursor")
+        cursors = {name: Cursor(**saved[name]) for name in names if saved.get(name)}
         return cls(**(saved | cursors))
 
 
@@ -92,6 +105,7 @@ class Run:
         self._parent_pid = os.getppid()
         self._ready_at_s = self._step_began_at_s = time.monotonic()
         self._epoch_ended = False
+        self._updates = 1
         self._every_steps = self.spec.checkpoint.every_steps
 
     @property
@@ -101,19 +115,53 @@ class Run:
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def steps(self, *, rows: int, batch: int) -> Iterator[list[int]]:
-        """Row indices of every step that is left; `max_train_steps` caps what the epochs would give."""
-        left = self.state.cursor.steps_left(rows, batch, self.settings.epochs)
+    def steps(self, *, rows: int, batch: int, updates: int = 1) -> Iterator[list[int]]:
+        """Row indices for every window of `updates` steps that is left; `max_train_steps` caps what the epochs would give.
+
+        A run resumed inside a window gets that window's rows again, with `memory` and the updates that are left.
+        """
+        windows = self.state.cursor.steps_left(rows, batch, self.settings.epochs)
+        left = windows * updates - self.state.update
         self.total_steps = min(self.state.step + left, self.settings.max_train_steps or self.state.step + left)
-        self._set_cadence(steps_per_epoch=-(-rows // batch))
+        self._updates = updates
+        self._set_cadence(steps_per_epoch=-(-rows // batch) * updates)
         self.write_progress(at_once=True)
-        while self.state.step < self.total_steps:
+        while self.state.step < self.total_steps and self.state.cursor.epoch < self.settings.epochs:
             self._step_began_at_s = time.monotonic()
             indices, after = self.state.cursor.take(rows, batch, self.spec.seed)
-            self._epoch_ended = after.epoch > self.state.cursor.epoch
+            self.state.after = self.state.after or after
             yield indices
-            self.state.cursor = after
+            self._epoch_ended = self.state.after.epoch > self.state.cursor.epoch
+            self.state.cursor, self.state.after = self.state.after, None
+            self.state.update, self.state.memory = 0, None
             self._close_step()
+
+    def updates(self) -> Iterator[int]:
+        """The window's updates that are left, each ended by `end_step`."""
+        while self.state.update < self._updates and self.state.step < self.total_steps:
+            yield self.state.update
+            self.state.update += 1
+            if self.state.update < self._updates and self.state.step < self.total_steps:
+                self._epoch_ended = False
+                self._close_step()
+                self._step_began_at_s = time.monotonic()
+
+    def more(self, rows: int, batch: int) -> list[int]:
+        """Further rows for this window, after those it has; none at the end of the last epoch."""
+        assert self.state.after is not None  # only inside a window
+        if self.state.after.epoch >= self.settings.epochs:
+            return []
+        indices, self.state.after = self.state.after.take(rows, batch, self.spec.seed)
+        return indices
+
+    @property
+    def memory(self) -> Any:
+        """What this window must find again when it is resumed: anything that JSON holds exactly."""
+        return self.state.memory
+
+    @memory.setter
+    def memory(self, value: Any) -> None:
+        self.state.memory = value
 
     def end_step(self, metrics: Mapping[str, Any], *, tokens: int) -> None:
         """Report the step whose rows `steps` gave last. `tokens` sampled or trained in it make tokens_per_s."""

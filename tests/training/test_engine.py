@@ -116,7 +116,7 @@ def test_greedy_sampling_takes_the_likeliest_token_and_no_random_number() -> Non
 
 def test_20000_draws_from_a_half_a_quarter_and_a_quarter_come_out_so_to_2_percent() -> None:
     logits_K_V = torch.tensor([0.5, 0.25, 0.25, 0.0]).log().expand(20_000, 4)
-    token_K, logprob_K = draw(logits_K_V, Sampling(1), torch.Generator().manual_seed(0))
+    token_K, logprob_K = draw(logits_K_V, Sampling(1), torch.rand(20_000, generator=torch.Generator().manual_seed(0)))
     share_V = torch.bincount(token_K, minlength=4) / 20_000
     torch.testing.assert_close(share_V, torch.tensor([0.5, 0.25, 0.25, 0.0]), atol=0.02, rtol=0)
     torch.testing.assert_close(logprob_K.exp(), torch.tensor([0.5, 0.25, 0.25, 0.0])[token_K])
@@ -135,20 +135,14 @@ def examples_of(engine: Engine) -> list[Example]:
     rows = [encode(engine, text) for text in ("12>34", "5>6", "987654321>123456789", "0>1234", "77>8")]
     return [
         Example(
-            row, [False] * 2 + [True] * (len(row) - 2), advantage=index - 1.5, sampled_logprobs=[-2.0] * (len(row) - 2)
+            row, [False] * 2 + [True] * (len(row) - 2), advantages=index - 1.5, sampled_logprobs=[-2.0] * (len(row) - 2)
         )
         for index, row in enumerate(rows)
     ]
 
 
-def supervised(logprobs_N: Tensor, batch: MicroBatch, total_tokens: int) -> Any:
-    return cross_entropy(logprobs_N, total_tokens=total_tokens)
-
-
-def reinforced(logprobs_N: Tensor, batch: MicroBatch, total_tokens: int) -> Any:
-    return policy_gradient(
-        logprobs_N, batch.sampled_logprobs_N, batch.advantages_N, total_tokens=total_tokens, clip=9.0
-    )
+def reinforced(logprobs_N: Tensor, batch: MicroBatch) -> Any:
+    return policy_gradient(logprobs_N, batch, clip=9.0)
 
 
 def gradient(engine: Engine) -> Tensor:
@@ -163,7 +157,7 @@ def test_forward_gives_the_logprobs_of_plain_rows(engine: Engine) -> None:
             torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("loss_fn", [supervised, reinforced])
+@pytest.mark.parametrize("loss_fn", [cross_entropy, reinforced])
 def test_gradients_equal_those_of_plain_rows_through_autograd(engine: Engine, loss_fn: Any) -> None:
     examples = examples_of(engine)
     metrics = engine.forward_backward(examples, loss_fn)
@@ -173,7 +167,7 @@ def test_gradients_equal_those_of_plain_rows_through_autograd(engine: Engine, lo
     loss = torch.zeros(())
     for example in examples:
         logprobs = plain_logprobs(engine, list(example.tokens))[1:]
-        pull = example.advantage * (logprobs + 2.0).exp() if loss_fn is reinforced else logprobs
+        pull = example.advantages * (logprobs + 2.0).exp() if loss_fn is reinforced else logprobs
         loss = loss - pull.sum() / total
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
@@ -181,7 +175,7 @@ def test_gradients_equal_those_of_plain_rows_through_autograd(engine: Engine, lo
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("loss_fn", [supervised, reinforced])
+@pytest.mark.parametrize("loss_fn", [cross_entropy, reinforced])
 def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(
     engine: Engine, rows: int, loss_fn: Any
 ) -> None:
@@ -196,14 +190,15 @@ def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(
 def test_a_batch_is_cut_by_tokens_when_no_number_of_rows_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = a_preset()
     monkeypatch.setattr("training_container.engine.core._MAX_TOKENS", 20)
-    parts = list(engine._cut(examples_of(engine)))
-    assert [[len(example.tokens) for example in part] for part in parts] == [[19], [6, 5, 4], [3]]
+    examples = examples_of(engine)
+    parts = list(engine._cut(examples))
+    assert [[len(examples[index].tokens) for index in part] for part in parts] == [[19], [6, 5, 4], [3]]
 
 
 def test_an_adapter_trains_only_its_own_weights_and_leaves_the_base_alone(a_model_dir: Callable[..., Path]) -> None:
     engine = a_lora(a_model_dir())
     frozen = {name: weight.clone() for name, weight in engine.model.named_parameters() if not weight.requires_grad}
-    engine.forward_backward(examples_of(engine), supervised)
+    engine.forward_backward(examples_of(engine), cross_entropy)
     engine.optim_step(1e-2, 1.0)
     assert all("lora_" in name for name in engine.trainable)
     assert len(engine.trainable) == 3 * 7 * 2  # layers x linear layers x (A, B)
@@ -212,7 +207,7 @@ def test_an_adapter_trains_only_its_own_weights_and_leaves_the_base_alone(a_mode
 
 def test_a_step_clips_the_gradient_to_its_norm_and_reports_it_unclipped() -> None:
     engine = a_preset()
-    engine.forward_backward(examples_of(engine), supervised)
+    engine.forward_backward(examples_of(engine), cross_entropy)
     norm = float(gradient(engine).norm())
     taken = engine.optim_step(1e-3, 0.3)
     assert taken.grad_norm == pytest.approx(norm, rel=1e-4)
@@ -223,12 +218,12 @@ def test_a_step_clips_the_gradient_to_its_norm_and_reports_it_unclipped() -> Non
 def test_a_gradient_that_is_not_finite_moves_no_weight(value: float) -> None:
     engine = a_preset()
     before = [weight.clone() for weight in engine.trainable.values()]
-    engine.forward_backward(examples_of(engine), supervised)
+    engine.forward_backward(examples_of(engine), cross_entropy)
     next(iter(engine.trainable.values())).grad[0] = value
     taken = engine.optim_step(1e-3, 1.0)
     assert not taken.applied
     assert all(torch.equal(old, new) for old, new in zip(before, engine.trainable.values(), strict=True))
-    engine.forward_backward(examples_of(engine), supervised)
+    engine.forward_backward(examples_of(engine), cross_entropy)
     assert engine.optim_step(1e-3, 1.0).applied
 
 
@@ -245,7 +240,7 @@ def test_a_restored_engine_takes_the_same_next_steps_to_the_bit(
 
     def three_steps(engine: Engine) -> tuple[Any, bytes]:
         for _ in range(3):
-            engine.forward_backward(examples_of(engine), supervised)
+            engine.forward_backward(examples_of(engine), cross_entropy)
             engine.optim_step(1e-3, 1.0)
         drawn = engine.sample([encode(engine, "12>")], Sampling(6), group_size=4)
         return drawn, b"".join(weight.detach().numpy().tobytes() for weight in engine.trainable.values())

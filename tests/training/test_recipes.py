@@ -120,7 +120,7 @@ def test_losses_that_are_never_finite_end_the_run_as_numerics_after_6_steps(
 ) -> None:
     monkeypatch.setattr(
         "training_container.recipes.supervised.cross_entropy",
-        lambda logprobs, total_tokens: (logprobs.sum() * math.nan, {}),
+        lambda logprobs, batch: (logprobs.sum() * math.nan, {}),
     )
     box = a_box(algorithm={"type": "sft", "batch_size": 4, "epochs": 9}, rows=rows(16))
     assert box.work() == 1
@@ -135,7 +135,7 @@ def test_running_out_of_memory_is_said_as_memory(a_box: Box, rows: Rows, monkeyp
             "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
         )
 
-    monkeypatch.setattr("training_container.engine.core.token_logprobs", too_much)
+    monkeypatch.setattr("training_container.engine.layouts.plain.logprobs", too_much)
     box = a_box(rows=rows(16))
     assert box.work() == 1
     assert box.failure["class"] == "memory"

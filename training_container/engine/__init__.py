@@ -8,8 +8,8 @@ engine.save_state(folder) / load_state(folder)         all that the next step de
 engine.save_weights(folder)                            a model that AutoModelForCausalLM loads
 """
 
-from .core import Engine, LossFn, OptimStep
-from .forward import Example, MicroBatch
+from .batch import Example, LossFn, Metrics, MicroBatch, Totals
+from .core import Engine, OptimStep
 from .sampler import Completion, Sampling
 
-__all__ = ["Completion", "Engine", "Example", "LossFn", "MicroBatch", "OptimStep", "Sampling"]
+__all__ = ["Completion", "Engine", "Example", "LossFn", "Metrics", "MicroBatch", "OptimStep", "Sampling", "Totals"]

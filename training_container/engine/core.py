@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from microtuning_core.domain.spec import ModelSpec
 
-from ..losses import Metrics
-from .forward import Example, MicroBatch, collate, micro_batches, token_logprobs, undressed
+from .batch import Example, LossFn, Totals, micro_batch, micro_batches, units
+from .forward import undressed
+from .layouts import plain
 from .models import build_policy, is_adapter, restore_policy, stop_token_ids
+from .parallel import World
 from .randomness import random_state, restore_random_state, seed_everything
-from .sampler import Completion, Sampling, sample
+from .sampler import Completion, Sampling, draw_uniforms, sample
+from .scores import row_scores
 
-# (log-probabilities of the trained tokens, their micro-batch, trained tokens of the whole step) -> loss, metrics
-LossFn = Callable[[Tensor, MicroBatch, int], tuple[Tensor, Metrics]]
+Head = Literal["policy", "score"]
 
 WEIGHTS, OPTIMIZER, RANDOM, RANDOM_JSON = "model", "optimizer.safetensors", "random.safetensors", "random.json"
 
@@ -41,26 +44,56 @@ class OptimStep:
 class Engine:
     """A policy and what trains it. Build one with `Engine.build` or `Engine.restore`."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, spec: ModelSpec, source: str, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        spec: ModelSpec,
+        source: str,
+        seed: int,
+        head: Head = "policy",
+        world: World | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.world = world or World()
         self.micro_batch_rows: int | None = None
-        self._spec, self._source = spec, source
+        self._spec, self._source, self._head = spec, source, head
         self._sampler_generator = torch.Generator().manual_seed(seed)
         self.stop_tokens = stop_token_ids(undressed(model), tokenizer)
         self.new_optimizer()
 
     @classmethod
-    def build(cls, spec: ModelSpec, *, source: str, texts: Iterable[str], seed: int, device: torch.device) -> Engine:
-        """A fresh policy; every source of chance begins at `seed`."""
-        model, tokenizer = build_policy(spec, source=source, texts=texts, seed=seed, device=device)
+    def build(
+        cls,
+        spec: ModelSpec,
+        *,
+        source: str,
+        texts: Iterable[str],
+        seed: int,
+        device: torch.device,
+        head: Head = "policy",
+        world: World | None = None,
+    ) -> Engine:
+        """A fresh model; every source of chance begins at `seed`. head="score" gives a row one number (scores.py)."""
+        model, tokenizer = build_policy(spec, source=source, texts=texts, seed=seed, device=device, head=head)
         seed_everything(seed)
-        return cls(model, tokenizer, spec=spec, source=source, seed=seed)
+        return cls(model, tokenizer, spec=spec, source=source, seed=seed, head=head, world=world)
 
     @classmethod
-    def restore(cls, spec: ModelSpec, folder: Path, *, source: str, device: torch.device) -> Engine:
+    def restore(
+        cls,
+        spec: ModelSpec,
+        folder: Path,
+        *,
+        source: str,
+        device: torch.device,
+        head: Head = "policy",
+        world: World | None = None,
+    ) -> Engine:
         """The engine whose `save_state` wrote `folder`: its next step gives the same bits."""
-        model, tokenizer = restore_policy(spec, folder / WEIGHTS, source=source, device=device)
-        engine = cls(model, tokenizer, spec=spec, source=source, seed=0)
+        model, tokenizer = restore_policy(spec, folder / WEIGHTS, source=source, device=device, head=head)
+        engine = cls(model, tokenizer, spec=spec, source=source, seed=0, head=head, world=world)
         engine._load_trainer(folder)
         return engine
 
@@ -79,25 +112,40 @@ class Engine:
     ) -> list[list[Completion]]:
         """`group_size` completions of each prompt (token ids)."""
         self.model.eval()
-        return sample(
+        # Drawn for all prompts on every process: what a completion becomes depends on nothing but its own numbers.
+        uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, self._sampler_generator)
+        mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
+        drawn = sample(
             self.model,
-            prompts,
+            [prompts[index] for index in mine],
             sampling,
             group_size=group_size,
             stop_tokens=self.stop_tokens,
-            generator=self._sampler_generator,
+            uniforms_P_G_T=uniforms_P_G_T[mine],
         )
+        return self._everyones(mine, drawn)
 
     @torch.no_grad()
-    def forward(self, examples: Sequence[Example], *, temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of every trained token, one list an example."""
+    def forward(
+        self, examples: Sequence[Example], *, temperature: float = 1.0, reference: bool = False
+    ) -> list[list[float]]:
+        """Log-probability of every trained token, one list an example (or its one score).
+
+        reference: with the adapter switched off.
+        """
         self.model.eval()
-        found: dict[int, list[float]] = {}
-        for part in self._cut(examples):
-            flat = token_logprobs(self.model, collate(part, self.device), temperature=temperature).tolist()
-            for example in part:
-                found[id(example)], flat = flat[: example.trained_tokens], flat[example.trained_tokens :]
-        return [found[id(example)] for example in examples]
+        indices: list[int] = []
+        found: list[list[float]] = []
+        with self.model.disable_adapter() if reference else nullcontext():
+            for part in self._cut(examples):
+                taken = [examples[index] for index in part]
+                flat = self._outputs(taken, temperature).tolist()
+                indices += part
+                for example in taken:
+                    count = 1 if self._head == "score" else example.trained_tokens
+                    found.append(flat[:count])
+                    flat = flat[count:]
+        return self._everyones(indices, found)
 
     def forward_backward(
         self,
@@ -105,23 +153,37 @@ class Engine:
         loss_fn: LossFn,
         *,
         temperature: float = 1.0,
-        total_tokens: int | None = None,
+        totals: Totals | None = None,
+        whole_groups: bool = False,
     ) -> dict[str, float]:
         """Add the gradient of the batch's loss, whatever the micro-batches are; gives the loss and its metrics.
 
-        `total_tokens` (the trained tokens of these examples) is given by who left out examples without a gradient.
+        totals: of these examples, given by who left out some that have no gradient.
+        whole_groups: rows of a group stay in one micro-batch, as a loss over pairs needs.
         """
         self.model.train()
-        trained = sum(example.trained_tokens for example in examples)
+        totals = totals or Totals.of(examples)
         sums: dict[str, Tensor] = {}
-        for part in self._cut(examples):
-            batch = collate(part, self.device)
-            logprobs_N = token_logprobs(self.model, batch, temperature=temperature)
-            loss, metrics = loss_fn(logprobs_N, batch, total_tokens or trained)
+        for part in self._cut(examples, whole_groups=whole_groups):
+            taken = [examples[index] for index in part]
+            loss, metrics = loss_fn(self._outputs(taken, temperature), micro_batch(taken, totals, self.device))
             loss.backward()  # type: ignore[no-untyped-call]
-            for name, value in {"loss": loss.detach() * trained, **metrics}.items():
-                sums[name] = sums[name] + value if name in sums else value
-        return {name: float(value) / trained for name, value in sums.items()}
+            for name, value in {"loss": loss, **metrics}.items():
+                share = torch.as_tensor(value, dtype=torch.float32).detach()
+                sums[name] = sums[name] + share if name in sums else share
+        self.bytes_sent = self.world.add_gradients(self._weights)
+        return self.world.sum(sums)
+
+    def _outputs(self, examples: Sequence[Example], temperature: float) -> Tensor:
+        """Log-probabilities of the trained tokens [N], or the rows' scores [B]."""
+        if self._head == "score":
+            return row_scores(self.model, examples, device=self.device)
+        return plain.logprobs(self.model, examples, device=self.device, temperature=temperature)
+
+    def _everyones(self, mine: Sequence[int], results: Sequence[Any]) -> list[Any]:
+        """Every process's results, in the order of the work's indices."""
+        pairs = [pair for part in self.world.gather(list(zip(mine, results, strict=True))) for pair in part]
+        return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
     def optim_step(self, learning_rate: float, max_grad_norm: float, *, weight_decay: float = 0.0) -> OptimStep:
         """Clip, step and clear the gradient. A gradient that is not finite is dropped and leaves the weights alone."""
@@ -137,12 +199,23 @@ class Engine:
     def new_optimizer(self) -> None:
         """Forget all moments, as at the start of a phase. Rate and decay come with every step."""
         self._weights = list(self.trainable.values())
+        self.bytes_sent = 0
         self._optimizer = torch.optim.AdamW(self._weights, lr=0.0, weight_decay=0.0, fused=True)
 
-    def _cut(self, examples: Sequence[Example]) -> Iterable[list[Example]]:
-        vocabulary = undressed(self.model).get_output_embeddings().weight.shape[0]
-        max_tokens = max(1, min(_MAX_TOKENS, _MAX_LOGITS // vocabulary))
-        return micro_batches(examples, rows=self.micro_batch_rows, max_tokens=max_tokens)
+    def _cut(self, examples: Sequence[Example], *, whole_groups: bool = False) -> Iterable[list[int]]:
+        """This process's micro-batches, as indices of examples."""
+        found = units(examples, whole_groups=whole_groups)
+        mine = self.world.share([sum(len(examples[index].tokens) for index in unit) for unit in found])
+        return micro_batches(
+            examples, [found[index] for index in mine], rows=self.micro_batch_rows, max_tokens=self._max_tokens
+        )
+
+    @property
+    def _max_tokens(self) -> int:
+        if self._head == "score":
+            return _MAX_TOKENS
+        vocabulary = int(undressed(self.model).get_output_embeddings().weight.shape[0])
+        return max(1, min(_MAX_TOKENS, _MAX_LOGITS // vocabulary))
 
     # --- keeping --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +236,7 @@ class Engine:
     def load_state(self, folder: Path) -> None:
         """Become what `save_state` wrote."""
         self.model, self.tokenizer = restore_policy(
-            self._spec, folder / WEIGHTS, source=self._source, device=self.device
+            self._spec, folder / WEIGHTS, source=self._source, device=self.device, head=self._head
         )
         self.new_optimizer()
         self._load_trainer(folder)

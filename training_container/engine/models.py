@@ -19,7 +19,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def build_policy(
-    spec: ModelSpec, *, source: str, texts: Iterable[str], seed: int, device: torch.device
+    spec: ModelSpec, *, source: str, texts: Iterable[str], seed: int, device: torch.device, head: str = "policy"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A fresh policy and its tokenizer.
 
@@ -41,7 +41,7 @@ def build_policy(
 
 
 def restore_policy(
-    spec: ModelSpec, folder: Path, *, source: str, device: torch.device
+    spec: ModelSpec, folder: Path, *, source: str, device: torch.device, head: str = "policy"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The policy as `folder` (written by save_pretrained) holds it: all weights, or an adapter on the base model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -46,7 +46,7 @@ def sample(
     *,
     group_size: int,
     stop_tokens: Sequence[int],
-    generator: torch.Generator,
+    uniforms_P_G_T: Tensor,
 ) -> list[list[Completion]]:
     """`group_size` completions of each prompt.
 
@@ -54,9 +54,13 @@ def sample(
         model: a transformers causal LM (or peft around one), in evaluation mode.
         prompts: token ids, none empty, of any lengths.
         stop_tokens: any of them ends a completion, and is its last token.
-        generator: a CPU generator; the only source of chance, and left where the next call goes on.
+        uniforms_P_G_T: from `draw_uniforms`, the only source of chance: a completion depends on its own numbers alone,
+            not on which others are drawn with it.
     """
+    if not prompts:
+        return []
     device = next(model.parameters()).device
+    uniforms_R_T = uniforms_P_G_T.flatten(0, 1).to(device)
     prompt_P_L, mask_P_L = pad_left(prompts)
     ragged = not bool(mask_P_L.all())
     output = call(
@@ -77,7 +81,8 @@ def sample(
     stops = torch.tensor(list(stop_tokens), device=device)
 
     for step in range(sampling.max_new_tokens):
-        token_K, logprob_K = draw(logits_K_V, sampling, generator)
+        uniform_K = uniforms_R_T[rows.row_K, step] if uniforms_R_T.numel() else None
+        token_K, logprob_K = draw(logits_K_V, sampling, uniform_K)
         rows.record(step, token_K, logprob_K, ends_K=torch.isin(token_K, stops))
         kept_K = rows.rows_to_keep()
         if step == sampling.max_new_tokens - 1 or rows.all_ended:
@@ -106,29 +111,29 @@ class _Rows:
         self._tokens_R_T = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs_R_T = torch.zeros(count, max_new_tokens, device=device)
         self._length_R = torch.full((count,), max_new_tokens, device=device)
-        self._row_K = torch.arange(count, device=device)
+        self.row_K = torch.arange(count, device=device)
         self._live_K = torch.ones(count, dtype=torch.bool, device=device)
         self._ended_R = torch.zeros(count, dtype=torch.bool, device=device)
 
     def record(self, step: int, token_K: Tensor, logprob_K: Tensor, *, ends_K: Tensor) -> None:
-        self._tokens_R_T[self._row_K, step] = token_K
-        self._logprobs_R_T[self._row_K, step] = logprob_K.float()
-        ending_R = self._row_K[ends_K & self._live_K]
+        self._tokens_R_T[self.row_K, step] = token_K
+        self._logprobs_R_T[self.row_K, step] = logprob_K.float()
+        ending_R = self.row_K[ends_K & self._live_K]
         self._length_R[ending_R] = step + 1
         self._ended_R[ending_R] = True
         self._live_K = self._live_K & ~ends_K
 
     @property
     def all_ended(self) -> bool:
-        return len(self._row_K) == 0 or not bool(self._live_K.any())
+        return len(self.row_K) == 0 or not bool(self._live_K.any())
 
     def rows_to_keep(self) -> Tensor | None:
         """Indices into the present rows when it is worth dropping the others, and forget those; else None."""
         live = int(self._live_K.sum())
-        if live > DROP_AT * len(self._row_K) or live == 0:
+        if live > DROP_AT * len(self.row_K) or live == 0:
             return None
         kept_K = self._live_K.nonzero().squeeze(1)
-        self._row_K, self._live_K = self._row_K[kept_K], self._live_K[kept_K]
+        self.row_K, self._live_K = self.row_K[kept_K], self._live_K[kept_K]
         return kept_K
 
     def completions(self) -> list[Completion]:
@@ -139,20 +144,27 @@ class _Rows:
         ]
 
 
-def draw(logits_K_V: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_uniforms(prompts: int, group_size: int, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """A number in [0, 1) for each token that may be drawn, shape [P, G, T]; T is 0 for greedy sampling."""
+    length = 0 if sampling.greedy else sampling.max_new_tokens
+    return torch.rand(prompts, group_size, length, generator=generator)
+
+
+def draw(logits_K_V: Tensor, sampling: Sampling, uniform_K: Tensor | None) -> tuple[Tensor, Tensor]:
     """A token a row, and its log-probability under the distribution it was drawn from. Both of shape [K].
 
     By inverse cumulative distribution: torch.multinomial on a CPU takes ten times as long at a vocabulary of 32,000.
     """
     logprobs_K_V = sampling_distribution(logits_K_V, sampling)
-    if sampling.greedy:
+    if uniform_K is None:
         logprob_K, token_K = logprobs_K_V.max(-1)
         return token_K, logprob_K
     cumulative_K_V = logprobs_K_V.exp().cumsum(-1)
     total_K_1 = cumulative_K_V[:, -1:]
-    uniform_K_1 = torch.rand(len(logits_K_V), 1, generator=generator).to(total_K_1.device)
     # Rounding may put the draw on the total itself, which is past the last token with any mass.
-    threshold_K_1 = torch.minimum(uniform_K_1 * total_K_1, torch.nextafter(total_K_1, torch.zeros_like(total_K_1)))
+    threshold_K_1 = torch.minimum(
+        uniform_K[:, None] * total_K_1, torch.nextafter(total_K_1, torch.zeros_like(total_K_1))
+    )
     token_K_1 = torch.searchsorted(cumulative_K_V, threshold_K_1, right=True)
     return token_K_1.squeeze(1), logprobs_K_V.gather(1, token_K_1).squeeze(1)
 

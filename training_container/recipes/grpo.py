@@ -7,6 +7,7 @@ sampler that computes differently. No KL term and no reference model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch import Tensor
 from ..advantages import group_advantages, has_spread
 from ..data import Prompt, render_prompts
 from ..defaults import rates_for
-from ..engine import Completion, Engine, Example, MicroBatch, Sampling
+from ..engine import Completion, Engine, Example, Metrics, MicroBatch, Sampling, Totals
 from ..failures import UserFailure
-from ..losses import Metrics, policy_gradient
+from ..losses import policy_gradient
 from ..rewards import Question, RewardFunction, Scores
 from ..run import Run
 from .supervised import warm_start
@@ -86,15 +87,17 @@ def improve(
     if not examples:
         return {"loss": 0.0, "grad_norm": 0.0}
 
-    def loss_fn(logprobs_N: Tensor, batch: MicroBatch, total_tokens: int) -> tuple[Tensor, Metrics]:
+    def loss_fn(logprobs_N: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         # Under top_p the sampler drew from a cut distribution; its ratio to the whole one is not the policy's change.
-        sampled_N = batch.sampled_logprobs_N if settings.top_p == 1.0 else logprobs_N.detach()
-        return policy_gradient(logprobs_N, sampled_N, batch.advantages_N, total_tokens=total_tokens)
+        if settings.top_p < 1.0:
+            batch = replace(batch, sampled_logprobs_N=logprobs_N.detach())
+        return policy_gradient(logprobs_N, batch)
 
     with run.meter.phase("update"):
         # The mean is over all tokens drawn: leaving out rows without a gradient must not raise the others' weight.
-        drawn = sum(len(completion.tokens) for group in groups for completion in group)
-        metrics = engine.forward_backward(examples, loss_fn, temperature=settings.temperature, total_tokens=drawn)
+        drawn = [completion for group in groups for completion in group]
+        totals = Totals(sum(len(completion.tokens) for completion in drawn), len(drawn))
+        metrics = engine.forward_backward(examples, loss_fn, temperature=settings.temperature, totals=totals)
         rate = run.learning_rate(rates.learning_rate)
         max_grad_norm = settings.max_grad_norm or rates.max_grad_norm
         taken = engine.optim_step(rate, max_grad_norm, weight_decay=settings.weight_decay)
@@ -108,7 +111,7 @@ def as_example(prompt: Prompt, completion: Completion, advantage: float) -> Exam
     return Example(
         tokens=[*prompt.tokens, *completion.tokens],
         trained=[False] * len(prompt.tokens) + [True] * len(completion.tokens),
-        advantage=advantage,
+        advantages=advantage,
         sampled_logprobs=completion.logprobs,
     )
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ..data import render_supervised
 from ..defaults import WARM_START_MAX_GRAD_NORM, WARM_START_RAMP_STEPS
-from ..engine import Engine, Example, MicroBatch
-from ..losses import Metrics, cross_entropy
+from ..engine import Engine, Example
+from ..losses import cross_entropy
 from ..run import Run
 
 _REPORT_EVERY = 10
-
-
-def supervised_loss(logprobs_N: Tensor, _: MicroBatch, total_tokens: int) -> tuple[Tensor, Metrics]:
-    return cross_entropy(logprobs_N, total_tokens=total_tokens)
 
 
 def supervised_step(
@@ -30,7 +24,7 @@ def supervised_step(
 ) -> dict[str, float]:
     """One optimizer step on these rows; gives loss and gradient norm."""
     with run.meter.phase("update"):
-        metrics = engine.forward_backward(examples, supervised_loss)
+        metrics = engine.forward_backward(examples, cross_entropy)
         taken = engine.optim_step(rate, max_grad_norm, weight_decay=weight_decay)
     run.meter.count(trained=sum(example.trained_tokens for example in examples))
     run.count_skipped(taken.applied, "the gradient of the supervised loss")
