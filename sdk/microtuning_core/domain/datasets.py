@@ -39,6 +39,8 @@ DATA_SUFFIXES = (".jsonl", ".jsonl.gz")
 _USABLE: dict[str, frozenset[RowShape]] = {
     "sft": frozenset({"prompt_completion", "text", "messages", "chat_prompt_completion"}),
     "grpo": frozenset({"prompt", "prompt_completion", "chat_prompt", "chat_prompt_completion"}),
+    "multi_turn": frozenset(get_args(RowShape)),  # a prompt, or whatever reset(**row) makes its first observation of
+    "custom": frozenset(get_args(RowShape)),
     "script": frozenset(get_args(RowShape)),
 }
 _NEEDS = {
@@ -175,8 +177,8 @@ def check_rows(rows: Sequence[Row], algorithm_type: str, file: str, *, has_chat_
     """
     if not rows:
         raise InvalidData(file, "holds 0 usable rows", next_step="Add at least one row and submit again.")
-    if algorithm_type == "script":
-        return  # the user's own script knows its own rows
+    if algorithm_type in ("custom", "script"):
+        return  # the user's own loop or script knows its own rows
     for row in rows:
         _check_row(row, algorithm_type, has_chat_template)
     _check_one_kind(rows)

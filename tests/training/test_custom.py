@@ -1,0 +1,142 @@
+"""A user's own loss in a recipe, and a user's own loop: what works, and whose fault it is when it does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from training_container.custom_code import checked
+from training_container.user_code import Refusal
+
+Box, Rows = Callable[..., Any], Callable[..., Any]
+SFT = {"type": "sft", "batch_size": 4}
+CUSTOM = {"type": "custom", "entry": "loop:train", "batch_size": 4}
+
+
+@pytest.fixture(autouse=True)
+def the_users_modules_end_with_the_test() -> Iterator[None]:
+    paths, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = paths
+    for name in {"losses", "loop"} & (sys.modules.keys() - modules):
+        del sys.modules[name]
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (1.0, "returned a float; return a pair"),
+        ((1.0, {}), "returned a float as the loss"),
+        ((torch.ones(3, requires_grad=True), {}), r"returned a loss of shape \[3\]; return one number"),
+        ((torch.ones((), dtype=torch.long), {}), "returned a loss of type torch.int64"),
+        ((torch.ones(()), {}), "a loss without a gradient"),
+        ((torch.ones((), requires_grad=True), None), "returned a NoneType as metrics"),
+        ((torch.ones((), requires_grad=True), {"kl": torch.ones(2)}), r"a tensor of shape \[2\] as the metric 'kl'"),
+        ((torch.ones((), requires_grad=True), {"loss": 1.0}), "named a metric 'loss'"),
+        ((torch.ones((), requires_grad=True), {3: 1.0}), "named a metric 3"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused_in_words(answer: Any, why: str) -> None:
+    with pytest.raises(Refusal, match=why):
+        checked(answer)
+
+
+def test_a_list_a_loss_of_shape_1_and_plain_numbers_as_metrics_are_taken() -> None:
+    loss, metrics = checked([torch.ones(1, requires_grad=True), {"a": 2, "b": torch.tensor([3.0])}])
+    assert (loss.shape, float(metrics["a"]), float(metrics["b"])) == ((), 2.0, 3.0)
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+LOOP = """
+from training_container.api import losses, render_supervised
+
+def train(engine, run):
+    examples = render_supervised(run.rows["train"], engine.tokenizer, run.settings.max_length).examples
+    for indices in run.steps(rows=len(examples), batch=run.settings.batch_size):
+        batch = [examples[index] for index in indices]
+        metrics = engine.forward_backward(batch, losses.cross_entropy)
+        taken = engine.optim_step(run.learning_rate(run.settings.options["rate"]), max_grad_norm=1.0)
+        run.end_step({**metrics, "grad_norm": taken.grad_norm}, tokens=sum(e.trained_tokens for e in batch))
+"""
+
+
+def with_loop(a_box: Box, rows: Rows, source: str, **changes: Any) -> Any:
+    algorithm = CUSTOM | {"options": {"rate": 3e-3}} | changes.pop("algorithm", {})
+    return a_box(algorithm=algorithm, rows=rows(16), code={"loop.py": source}, **changes)
+
+
+def test_a_loop_that_is_sft_gives_the_bits_of_sft(a_box: Box, rows: Rows) -> None:
+    box = with_loop(a_box, rows, LOOP, name="loop")
+    same = a_box(name="sft", algorithm=SFT, rows=rows(16))
+    assert (box.work(), same.work()) == (0, 0)
+    assert box.steps == [1, 2, 3, 4]
+    assert [event["loss"] for event in box.of("metrics")] == [event["loss"] for event in same.of("metrics")]
+    assert box.weights_sha256 == same.weights_sha256
+
+
+def test_a_stopped_loop_goes_on_to_the_same_bits(a_box: Box, rows: Rows) -> None:
+    whole, stopped = (with_loop(a_box, rows, LOOP, name=name) for name in ("whole", "stopped"))
+    assert whole.work() == 0
+    assert stopped.work(stop=lambda: bool(stopped.steps) and stopped.steps[-1] == 2) == 143
+    assert stopped.work() == 0
+    assert stopped.steps == [1, 2, 3, 4]
+    assert stopped.weights_sha256 == whole.weights_sha256
+
+
+def test_a_loop_without_steps_keeps_its_model_and_the_log_says_so(a_box: Box, rows: Rows) -> None:
+    box = with_loop(a_box, rows, "def train(engine, run):\n    pass\n")
+    assert box.work() == 0
+    assert box.manifest(0)["final"]
+    assert (box.tree.model / "config.json").is_file()
+    assert any("never called run.end_step" in event["message"] for event in box.of("notice"))
+
+
+def test_a_loop_that_counts_its_own_steps_is_kept_at_the_last(a_box: Box, rows: Rows) -> None:
+    own = "def train(engine, run):\n    for _ in range(3):\n        run.end_step({'x': 1.0}, tokens=0)\n"
+    box = with_loop(a_box, rows, own)
+    assert box.work() == 0
+    assert (box.steps, box.manifest(3)["final"]) == ([1, 2, 3], True)
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "line"),
+    [
+        ("def train(engine, run):\n    x = 1\n    raise ValueError('not today')\n", "ValueError: not today", 3),
+        ("def train(engine, run):\n    engine.sample(None, None)\n", "TypeError", 2),
+        ("import nothing_of_the_kind\n", "ModuleNotFoundError", 1),
+    ],
+)
+def test_what_a_loop_raises_is_the_users_with_file_and_line(
+    a_box: Box, rows: Rows, source: str, message: str, line: int
+) -> None:
+    box = with_loop(a_box, rows, source)
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert box.failure["message"].startswith("The loop loop:train: ")
+    assert message in box.failure["message"]
+    assert (box.failure["file"], box.failure["line"]) == (str(box.tree.code / "loop.py"), line)
+
+
+def test_a_name_that_is_not_there_is_the_users(a_box: Box, rows: Rows) -> None:
+    box = with_loop(a_box, rows, "def trian(engine, run):\n    pass\n")
+    assert box.work() == 1
+    assert (box.failure["class"], box.failure["message"]) == ("user", "The loop loop:train: loop has no 'train'")
+
+
+def test_a_full_disk_under_a_loop_is_the_machines(a_box: Box, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    box = with_loop(a_box, rows, LOOP, spec={"checkpoint": {"every_steps": 1}})
+    monkeypatch.setattr("training_container.checkpoints._seal", full)
+    assert box.work() == 1
+    assert box.failure == {"class": "platform", "message": "OSError: [Errno 28] No space left on device"}
