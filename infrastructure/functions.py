@@ -70,7 +70,12 @@ FUNCTIONS = (
         queues=("specs",),
         timeout_s=60,
     ),
-    Function("on_command", (*_SETTLE, "read-commands"), queues=("commands",)),
+    Function(
+        "on_command",
+        (*_SETTLE, *_RESTART, "read-commands", "read-what-specs-name", "write-receipts", "keep-checkpoints"),
+        queues=("commands",),
+        timeout_s=60,
+    ),
     Function("on_training_event", _SETTLE, queues=("training-events",)),
     Function("on_cost_event", (*_RECORD, "ledger", "see-jobs"), queues=("cost-events",)),
     Function("on_checkpoint", (*_RECORD, "read-checkpoints", "prune-checkpoints"), queues=("checkpoints",)),
@@ -84,7 +89,7 @@ FUNCTIONS = (
         batch=1,
     ),
     Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "see-jobs", "write-models")),
-    Function("close_run", _SETTLE),
+    Function("close_run", (*_SETTLE, *_RESTART)),
     Function("reconcile", (*_SETTLE, *_RESTART, "ledger"), queues=("ticks",), timeout_s=60),
     Function("on_dead_letter", (*_RECORD, "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
 )

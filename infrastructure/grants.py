@@ -74,6 +74,7 @@ GRANTS = {
     "read-commands": Grant(_READ, objects_arn("commands/*")),
     "read-checkpoints": Grant(_READ, objects_arn("runs/*/checkpoints/*")),
     "read-output": Grant(_READ, objects_arn("runs/*/output/*")),
+    "keep-checkpoints": Grant(_READ + _WRITE, objects_arn("runs/*/kept/*")),
     "prune-checkpoints": Grant(("s3:DeleteObject",), objects_arn("runs/*/checkpoints/*")),
     "write-receipts": Grant(_WRITE, objects_arn("receipts/*")),
     "write-config": Grant(_WRITE, objects_arn("runs/*/config/*")),

@@ -88,6 +88,8 @@ def begin(job: Job, log: EventLog, *, started_at_s: float, restart: RestartClock
     engine = make_engine(job, rows, checkpoint)
     refuse_unrenderable(job, rows, engine)
     state = LoopState.load(checkpoint.folder / LOOP) if checkpoint else LoopState()
+    if checkpoint and not checkpoint.folder.is_relative_to(job.tree.checkpoints):
+        state.finished, state.eval_after = False, {}  # this lineage begins where another, or another run, had ended
     run = Run(job, engine, state, rows=rows, log=log, progress=progress, stop_requested=stop, restart=restart)
     progress.meter.add_seconds("load", time.monotonic() - started_at_s)
     run.announce_restart()

@@ -77,6 +77,11 @@ def read_spec_text(data: bytes | str, file: str = "spec.yaml") -> tuple[Json, Li
     return _read_json(text) if file.endswith(".json") else _read_yaml(text)
 
 
+def read_value(text: str) -> Json:
+    """One value as a spec file would hold it: `1e-5` is a number, `no` is text. InvalidSpec when it is none."""
+    return read_spec_text(f"value: {text}")[0]["value"]
+
+
 def dump_spec_text(document: Json) -> str:
     """YAML that `read_spec_text` reads back as the same document: every type and every character."""
     return yaml.dump(

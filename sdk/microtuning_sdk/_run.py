@@ -6,21 +6,20 @@ import sys
 import tarfile
 import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.command import Command
 from microtuning_core.domain.cost import latest, total
 from microtuning_core.domain.errors import MicrotuningError, RunFailed, RunStopped
-from microtuning_core.domain.layout import S3Uri, command_key, output_prefix, parse_s3_uri
+from microtuning_core.domain.layout import S3Uri, output_prefix, parse_s3_uri
 from microtuning_core.domain.names import parse_run_id
+from microtuning_core.domain.run import CheckpointRef, RunStatus
 from microtuning_core.domain.run import Run as RunRecord
-from microtuning_core.domain.run import RunStatus
 from microtuning_sdk import _views
+from microtuning_sdk._commands import answer_to, give
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
 from microtuning_sdk._follow import CLOUD_POLL_S, LOCAL_POLL_S, follow, wait_silently
@@ -28,9 +27,10 @@ from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._logs import LogTail, metrics_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from microtuning_core.aws.runs import Checkpoint
+    from microtuning_core.domain.command import Verb
     from microtuning_core.domain.cost import LedgerEntry
 
 
@@ -159,10 +159,53 @@ class Run:
         """
         if self.record.is_final:
             return False
-        command = Command(verb="cancel", issued_at=datetime.now(UTC), client_id="microtuning-sdk")
-        key = command_key(self.run_id, uuid.uuid4().hex)
-        self.stage.objects.put(key, command.model_dump_json().encode())
+        give(self.stage, self.run_id, "cancel")
         return True
+
+    def rollback(self, step: int | None = None, *, lineage: int | None = None) -> CheckpointRef:
+        """Continues the run from an older checkpoint, as a new lineage; one that is over is taken up again.
+
+        Args:
+            step: of the checkpoint; the newest by default, which resumes a stopped run.
+            lineage: the newest that has the step by default.
+
+        Returns:
+            Where the new lineage begins. Older checkpoints, attempts and costs stay.
+
+        Raises:
+            CommandRefused: there is no such checkpoint; the message lists those there are.
+        """
+        answer = self._told("rollback", step=step, lineage=lineage)
+        return CheckpointRef(lineage=answer["lineage"], step=answer["step"])
+
+    def fork(
+        self,
+        step: int | None = None,
+        *,
+        lineage: int | None = None,
+        name: str | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Starts a new run from a checkpoint of this one, which goes on as it is.
+
+        Args:
+            step, lineage: of the checkpoint, as for rollback.
+            name: of the new run; this one's by default.
+            changes: laid over this run's spec, such as {"algorithm": {"learning_rate": 1e-5}}; None takes a field away.
+
+        Raises:
+            CommandRefused: there is no such checkpoint, or the changed spec is not valid; with every problem by field.
+        """
+        answer = self._told("fork", step=step, lineage=lineage, name=name, changes=dict(changes or {}))
+        return Run(answer["run_id"], self.stage)
+
+    def pin(self, step: int | None = None, *, lineage: int | None = None) -> str:
+        """Keeps a copy of a checkpoint where nothing is pruned; its s3:// address."""
+        return str(self._told("pin", step=step, lineage=lineage)["uri"])
+
+    def _told(self, verb: Verb, **details: Any) -> dict[str, Any]:
+        self.stage.runs.get(self.run_id)  # RunNotFound rather than a command nobody answers
+        return answer_to(self.stage, self.run_id, give(self.stage, self.run_id, verb, **details))
 
     @property
     def model(self) -> Model:

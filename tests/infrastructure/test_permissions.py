@@ -96,7 +96,7 @@ def test_tokens_are_answered_at_our_machine_on_aws_and_anywhere_on_the_emulator(
 
 
 def test_who_starts_executions_and_that_nobody_stops_one(aws: Any) -> None:
-    starters = {"on_spec_uploaded", "on_execution_ended", "reconcile"}
+    starters = {"on_spec_uploaded", "on_command", "close_run", "on_execution_ended", "reconcile"}
     assert _who_may("states:StartExecution", aws) == starters
     assert _who_may("states:StopExecution", aws) == set()
 

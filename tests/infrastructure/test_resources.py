@@ -267,6 +267,7 @@ def test_nothing_a_function_writes_starts_a_run_or_is_a_command(aws: Any) -> Non
     }
     assert written == {
         "tenants/x/receipts/x", "tenants/x/runs/x/run.json", "tenants/x/runs/x/config/x", "tenants/x/models/x",
+        "tenants/x/runs/x/kept/x",
     }  # fmt: skip
     assert [each for key in written for each in _rules_that_match(key, aws)] == []
 

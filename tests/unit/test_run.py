@@ -59,8 +59,8 @@ def test_only_listed_transitions_are_made(current, wanted):
             run(status=current).moved_to(wanted)
 
 
-def test_a_final_status_leads_nowhere_and_every_other_can_fail_or_be_stopped():
-    assert {status for status in ALL if not TRANSITIONS[status]} == FINAL
+def test_a_final_status_leads_only_back_to_the_queue_and_every_other_can_fail_or_be_stopped():
+    assert {status for status in ALL if TRANSITIONS[status] == {RunStatus.QUEUED}} - {RunStatus.SUBMITTED} == FINAL
     for status in set(ALL) - FINAL:
         assert {RunStatus.FAILED, RunStatus.STOPPED} <= TRANSITIONS[status]
 

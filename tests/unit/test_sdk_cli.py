@@ -47,14 +47,16 @@ RUN_ID = "default-x-0z3k8q5m1c7t"
 SDK = Path(__file__).parents[2] / "sdk"
 
 VERBS = [
-    "run", "check", "runs list", "runs show", "runs logs", "runs wait", "runs cancel", "checkpoints", "cost",
+    "run", "check", "runs list", "runs show", "runs logs", "runs wait", "runs cancel",
+    "runs rollback", "runs fork", "runs pin",
+    "checkpoints", "cost",
     "local up", "local down", "local status", "local reset", "local env", "local tick", "local reclaim", "doctor",
 ]  # fmt: skip
 
 # SDK verb -> CLI verb
 SAME_VERB = {
     "fit": "run", "check": "check", "wait": "runs wait", "logs": "runs logs", "cancel": "runs cancel", "view": "runs show",
-    "checkpoints": "checkpoints", "cost": "cost",
+    "checkpoints": "checkpoints", "cost": "cost", "rollback": "runs rollback", "fork": "runs fork", "pin": "runs pin",
 }  # fmt: skip
 ONLY_IN_PYTHON = {"spec", "metrics", "training_job", "raise_if_unsuccessful"}
 

@@ -11,10 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from microtuning_core.domain.branching import asked_to_go_back
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.failures import BILLED_ATTEMPTS_WITHOUT_PROGRESS, billed_without_progress, classify_refusal
 from microtuning_core.domain.job import JobFacts
-from microtuning_core.domain.run import FINAL, TRANSITIONS, Attempt, AttemptPlan, Run, RunStatus, new_run
+from microtuning_core.domain.run import (
+    FINAL,
+    TRANSITIONS,
+    Attempt,
+    AttemptPlan,
+    CheckpointRef,
+    Run,
+    RunStatus,
+    new_run,
+)
 from microtuning_core.domain.settle import MAX_EXECUTIONS, ExecutionFacts, Facts, closed, decide, history
 from microtuning_core.domain.spec_checks import parse_spec
 
@@ -79,6 +89,7 @@ class World:
     now: datetime = BEGAN
     jobs: dict[str, JobFacts] = field(default_factory=dict)
     step: int = 0
+    commands: int = 0
 
     def facts(self, **changes) -> Facts:
         current = self.run.current
@@ -98,6 +109,11 @@ class World:
 
     def cancel(self, _: str) -> None:
         self.decided(self.facts(command=Command(verb="cancel", issued_at=self.now)))
+
+    def goes_back(self, _: str) -> None:
+        self.commands += 1
+        self.run = asked_to_go_back(self.run, CheckpointRef(lineage=1, step=1), f"c-{self.commands}")
+        self.decided(self.facts())
 
     def execution_dies(self, _: str) -> None:
         self.decided(self.facts(execution=ExecutionFacts(self.run.execution, "FAILED")))
@@ -158,6 +174,7 @@ class World:
 STEPS = (
     World.look,
     World.cancel,
+    World.goes_back,
     World.execution_dies,
     World.execution_is_missing,
     World.refused,
@@ -178,10 +195,13 @@ LIFE = st.lists(st.tuples(st.sampled_from([*OFTEN, World.cancel]), st.sampled_fr
 
 def assert_nothing_was_undone(before: Run, after: Run) -> None:
     assert after.status == before.status or after.status in TRANSITIONS[before.status]
-    if before.is_final:
-        assert after == before
-    if before.verdict:
+    taken_up = after.reopenings == before.reopenings + 1
+    if before.is_final and not taken_up:
+        assert after == before.with_(rollback_to=after.rollback_to, obeyed=after.obeyed)
+    if before.verdict and not taken_up:
         assert after.verdict == before.verdict
+    assert not taken_up or (before.is_final and after.lineage == before.lineage + 1)
+    assert after.lineage - before.lineage in (0, 1)
     for old, new in zip(before.attempts, after.attempts, strict=False):
         assert new == old or not old.is_settled
     assert len(after.attempts) >= len(before.attempts)
@@ -196,7 +216,7 @@ def test_whatever_happens_only_listed_transitions_no_settled_attempt_changes_and
         before = world.run
         step(world, how)
         assert_nothing_was_undone(before, world.run)
-        assert world.run.executions <= MAX_EXECUTIONS
+        assert world.run.executions - world.run.reopenings <= MAX_EXECUTIONS
         assert billed_without_progress(history(world.run)) <= BILLED_ATTEMPTS_WITHOUT_PROGRESS
         assert Run.model_validate_json(world.run.model_dump_json()) == world.run
 

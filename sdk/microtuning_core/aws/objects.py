@@ -55,6 +55,10 @@ class ObjectStore:
     def put_json(self, key: str, document: Any) -> str:
         return self.put(key, json.dumps(document, ensure_ascii=False, indent=1).encode())
 
+    def copy(self, source_key: str, key: str) -> None:
+        """A copy inside the bucket, of up to 5 GB in one call, larger ones in parts."""
+        self._s3.copy({"Bucket": self.bucket, "Key": source_key}, self.bucket, key)
+
     def bytes_of(self, key: str) -> int | None:
         """The object's size, or None when there is none."""
         try:

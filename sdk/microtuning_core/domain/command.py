@@ -1,15 +1,32 @@
-"""What a user may ask of a run that exists; each arrives as an object under tenants/<t>/commands/<run_id>/."""
+"""What a user may ask of a run that exists; each arrives as an object under tenants/<t>/commands/<run_id>/.
+
+    {"verb": "cancel", "issued_at": "2026-01-02T03:04:05Z"}
+    {"verb": "rollback", "step": 40, …}                      go on from there, as a new lineage
+    {"verb": "fork", "step": 40, "changes": {"algorithm": {"learning_rate": 1e-5}}, …}    a new run from there
+    {"verb": "pin", "step": 40, …}                           keep it, whatever is pruned
+
+Without a step the newest checkpoint is meant; without a lineage the newest lineage that has the step.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+
+from microtuning_core.domain.fields import Json
 from microtuning_core.domain.record import Record, UtcTime
+
+Verb = Literal["cancel", "rollback", "fork", "pin"]
 
 
 class Command(Record):
-    """One verb for one run. `issued_at` is the client's clock and only shown, never decided on."""
+    """One verb for one run. `issued_at` is the client's clock: it is shown, and part of a fork's name; never decided on."""
 
-    verb: Literal["cancel"]
+    verb: Verb
     issued_at: UtcTime
     client_id: str = ""
+    step: NonNegativeInt | None = None
+    lineage: PositiveInt | None = None
+    name: str | None = None  # of the forked run
+    changes: dict[str, Json] = {}  # of the forked run's spec

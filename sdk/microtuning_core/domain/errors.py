@@ -178,6 +178,15 @@ class SubmitRefused(MicrotuningError):
         self.errors = errors
 
 
+class CommandRefused(MicrotuningError):
+    """What was asked of a run cannot be done: nothing was changed."""
+
+    def __init__(self, run_id: str, errors: list[Problem]) -> None:
+        listed = "; ".join(str(error) for error in errors)
+        super().__init__(f"Nothing was changed: {listed}", next_step=f"See `microtuning checkpoints {run_id}`.")
+        self.run_id, self.errors = run_id, errors
+
+
 class StageUnreachable(MicrotuningError):
     """No credentials, no region, no deployed stack, or no answer from it in time."""
 

@@ -9,7 +9,8 @@
     tenants/<t>/runs/<run_id>/run.json       the record, as last written
     tenants/<t>/runs/<run_id>/config/a<NNN>/ spec.json, plan.json, hyperparameters.json
     tenants/<t>/runs/<run_id>/checkpoints/l<NN>/{progress.json, step-<n>/manifest.json, …}
-    tenants/<t>/runs/<run_id>/kept/ output/
+    tenants/<t>/runs/<run_id>/kept/l<NN>/step-<n>/…   checkpoints that are never pruned
+    tenants/<t>/runs/<run_id>/output/
 
 Every prefix ends in "/": without it, run-1 would also be run-10. Keys are raw, as EventBridge carries them; the classic
 S3 notification (percent-encoded, blanks as "+") has its own parser in `events`.
@@ -46,6 +47,11 @@ def receipt_key(tenant: str, file: str) -> str:
 
 def command_key(run_id: str, command_id: str) -> str:
     return f"{tenant_prefix(parse_run_id(run_id).tenant)}commands/{run_id}/{_plain_file(command_id)}.json"
+
+
+def answer_key(run_id: str, command_id: str) -> str:
+    """What became of a command: {"command_id", "run_id", …} or {"command_id", "errors"}."""
+    return receipt_key(parse_run_id(run_id).tenant, f"{run_id}.{_plain_file(command_id)}")
 
 
 def dataset_key(tenant: str, sha256: str, file: str) -> str:
@@ -95,6 +101,11 @@ def checkpoints_prefix(run_id: str, lineage: int) -> str:
 
 def step_prefix(run_id: str, lineage: int, step: int) -> str:
     return f"{checkpoints_prefix(run_id, lineage)}step-{step}/"
+
+
+def kept_prefix(run_id: str, lineage: int, step: int) -> str:
+    """Where a pinned checkpoint's copy lies."""
+    return f"{run_prefix(run_id)}kept/l{lineage:02d}/step-{step}/"
 
 
 def progress_key(run_id: str, lineage: int) -> str:

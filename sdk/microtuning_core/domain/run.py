@@ -4,6 +4,7 @@ submitted -> queued -> planning -> training -> evaluating -> completed
                 ^          ^           |
                 |          +------- recovering
                 +----- (capacity) ------+          any of them -> failed | stopped
+                +---------------------------- (rollback) -- completed | failed | stopped
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ TRANSITIONS: Mapping[RunStatus, frozenset[RunStatus]] = {
     _S.TRAINING: frozenset({_S.RECOVERING, _S.QUEUED, _S.EVALUATING, _S.FAILED, _S.STOPPED}),
     _S.RECOVERING: frozenset({_S.TRAINING, _S.QUEUED, _S.FAILED, _S.STOPPED}),
     _S.EVALUATING: frozenset({_S.COMPLETED, _S.FAILED, _S.STOPPED}),
-    _S.COMPLETED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.STOPPED: frozenset(),
+    # Over, unless its user goes back to an older checkpoint.
+    _S.COMPLETED: frozenset({_S.QUEUED}),
+    _S.FAILED: frozenset({_S.QUEUED}),
+    _S.STOPPED: frozenset({_S.QUEUED}),
 }
 
 Outcome = Literal["completed", "failed", "stopped"]
@@ -107,10 +109,11 @@ class Attempt(Value):
 
 
 class CheckpointRef(Value):
-    """The newest whole checkpoint that is registered."""
+    """One checkpoint of this run, or of another (`run_id`), which then keeps a copy of it under kept/."""
 
     lineage: int
     step: int
+    run_id: str | None = None
 
 
 class RunMetrics(Value):
@@ -151,6 +154,9 @@ class Run(Record):
     executions: int = 1
     lineage: int = 1
     resume_from: CheckpointRef | None = None  # where this lineage started, if not at the beginning
+    rollback_to: CheckpointRef | None = None  # where the next lineage shall start, once the job that trains has ended
+    obeyed: tuple[str, ...] = ()  # ids of commands whose effect must not come twice
+    reopenings: int = 0  # how often it was taken up again after it was over
     attempts: tuple[Attempt, ...] = ()
     last_checkpoint: CheckpointRef | None = None
     liveness: Liveness | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
+from microtuning_core.domain.branching import branched, may_branch, reopened
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.failures import (
     Action,
@@ -96,13 +97,14 @@ def decide(run: Run, facts: Facts) -> Decision:
     the job's own end, then silence, then the state of the execution that carries the run.
     """
     if run.is_final:
-        return Decision(run, _leftover_job(run, facts))
+        return _after_the_end(run, facts)
     decided = run
     if run.verdict is None:
         decided = _hear(decided, facts)
         decided = _see_job(decided, facts)
         decided = _honour_stop(decided, facts)
         decided = _notice_silence(decided, facts)
+        decided = _go_back(decided, facts)
     decided = _take_up(decided, facts)
     return Decision(decided, _actions(run, decided, facts))
 
@@ -111,6 +113,27 @@ def _hear(run: Run, facts: Facts) -> Run:
     if facts.command is None or facts.command.verb != "cancel" or run.stop_requested:
         return run
     return run.with_(stop_requested="cancelled by its user")
+
+
+def _after_the_end(run: Run, facts: Facts) -> Decision:
+    """A run that is over stays so, unless its user went back; then another execution takes it up."""
+    if run.rollback_to is not None:
+        return Decision(reopened(run), (StartExecution(),))
+    return Decision(run, _leftover_job(run, facts))
+
+
+def _go_back(run: Run, facts: Facts) -> Run:
+    """A rollback: the job that trains is stopped first; where there is none, the next lineage begins at once."""
+    attempt = run.current
+    if run.rollback_to is None or run.stop_requested or run.verdict:
+        return run
+    if may_branch(run):
+        return branched(run)
+    if attempt is None or attempt.is_settled:
+        return run  # being evaluated: it ends first, and is taken up again
+    if attempt.launched_at is None and (facts.job is None or facts.job_is_missing):
+        return branched(_settle(run, "stopped", facts, billed_s=0))
+    return run if attempt.stop_cause else run.with_current(stop_cause="rollback")
 
 
 def _see_job(run: Run, facts: Facts) -> Run:
@@ -156,6 +179,9 @@ def _interruptions(job: JobFacts | None) -> list[Recovery]:
 
 
 def _see_end(run: Run, job: JobFacts, facts: Facts) -> Run:
+    if run.rollback_to and not run.stop_requested:
+        outcome: Outcome = "completed" if job.status == "Completed" else "stopped"
+        return branched(_settle(run, outcome, facts))
     if job.status == "Completed":
         return _settle(run, "completed", facts).moved_to(RunStatus.EVALUATING)
     attempt = run.current
@@ -163,7 +189,7 @@ def _see_end(run: Run, job: JobFacts, facts: Facts) -> Run:
     failure = _silence() if silent else classify_job(job)
     if run.stop_requested and job.status == "Stopped":
         return _give_verdict(_settle(run, "stopped", facts), "stopped", run.stop_requested)
-    outcome: Outcome = "stopped" if job.status == "Stopped" and not silent else "failed"
+    outcome = "stopped" if job.status == "Stopped" and not silent else "failed"
     return _after_failure(_settle(run, outcome, facts, failure), failure, facts)
 
 
@@ -302,8 +328,8 @@ def _take_up(run: Run, facts: Facts) -> Run:
     execution = facts.execution
     if execution is None or execution.name != run.execution or execution.status not in _DEAD or run.verdict:
         return run
-    if run.executions >= MAX_EXECUTIONS:
-        return fail_run(run, f"its execution died {run.executions} times; see the Step Functions console")
+    if run.executions - run.reopenings >= MAX_EXECUTIONS:
+        return fail_run(run, f"its execution died {MAX_EXECUTIONS} times; see the Step Functions console")
     number = run.executions + 1
     return run.with_(executions=number, execution=f"{run.run_id}-e{number}")
 

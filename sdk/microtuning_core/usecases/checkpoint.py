@@ -32,7 +32,8 @@ def register(services: Services, key: CheckpointKey) -> None:
 def prune(services: Services, run: Run) -> None:
     """Keeps the newest `checkpoint.keep` of the current lineage, and never touches what the run is at or came from."""
     registered = [each for each in services.runs.checkpoints(run.run_id) if each.lineage == run.lineage]
-    in_use = {run.last_checkpoint.step} if run.last_checkpoint else set()
+    wanted = (run.last_checkpoint, run.rollback_to)
+    in_use = {each.step for each in wanted if each and each.lineage == run.lineage}
     for old in registered[: -run.spec.checkpoint.keep]:
         if old.step in in_use:
             continue

@@ -21,16 +21,24 @@ def close_run(services: Services, state: dict[str, Any], execution: str) -> dict
     run_id = _known(services, str(state.get("run_id"))) or _run_of(services, execution)
     if run_id is None:  # what was asked for in the console was refused and never became a run
         return {"run_id": "", "outcome": "failed", "reason": error or "no run was started"}
+    run = services.runs.get(run_id)
+    if run.execution != execution and not run.is_final and _parsed(execution) == run_id:
+        return {"run_id": run_id, "outcome": "stopped", "reason": f"the run goes on as {run.execution}"}
     run = close(services, run_id, error)
     return {"run_id": run_id, "outcome": str(run.status), "reason": run.reason or ""}
 
 
 def _run_of(services: Services, execution: str) -> str | None:
+    run_id = _parsed(execution)
+    return _known(services, run_id) if run_id else None
+
+
+def _parsed(execution: str) -> str | None:
+    """The run that an execution of ours carries, by its name; None for one started by hand."""
     try:
-        run_id, _ = parse_execution_name(execution)
+        return parse_execution_name(execution)[0]
     except InvalidName:
         return None
-    return _known(services, run_id)
 
 
 def _known(services: Services, run_id: str) -> str | None:

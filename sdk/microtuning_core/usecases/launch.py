@@ -10,7 +10,14 @@ from typing import Any
 from microtuning_core.aws.training_jobs import Refused
 from microtuning_core.domain.errors import LaunchRefused
 from microtuning_core.domain.failures import FailureClass
-from microtuning_core.domain.layout import S3Uri, checkpoints_prefix, config_prefix, output_prefix, step_prefix
+from microtuning_core.domain.layout import (
+    S3Uri,
+    checkpoints_prefix,
+    config_prefix,
+    kept_prefix,
+    output_prefix,
+    step_prefix,
+)
 from microtuning_core.domain.run import Attempt, Run
 from microtuning_core.domain.settle import WaitingState
 from microtuning_core.domain.spec import RunSpec
@@ -140,7 +147,11 @@ def channels(run: Run, attempt: Attempt, bucket: str) -> list[tuple[str, S3Uri]]
 def _resume_uri(run: Run, bucket: str) -> str | None:
     """Where a later lineage starts; it counts only while the lineage has no whole checkpoint of its own."""
     start = run.resume_from
-    return f"s3://{bucket}/{step_prefix(run.run_id, start.lineage, start.step)}" if start else None
+    if start is None:
+        return None
+    if start.run_id:
+        return f"s3://{bucket}/{kept_prefix(start.run_id, start.lineage, start.step)}"
+    return f"s3://{bucket}/{step_prefix(run.run_id, start.lineage, start.step)}"
 
 
 def _split(uri: str) -> S3Uri:

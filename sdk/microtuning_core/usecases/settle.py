@@ -156,8 +156,9 @@ def close(services: Services, run_id: str, error: str | None = None) -> Run:
     services.admissions.forget(run_id)
     grant_slots(services)
     attempt = run.current
-    if attempt and not attempt.is_settled:
-        settle(services, run_id)  # stops a job that nobody waits for any more
+    leftover = attempt is not None and not attempt.is_settled
+    if leftover or run.rollback_to:
+        settle(services, run_id)  # stops a job that nobody waits for any more; takes up a run whose user went back
     return run
 
 
