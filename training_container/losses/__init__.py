@@ -10,7 +10,8 @@ micro-batch holds. So the sum over micro-batches (and processes) is the value of
 To add one: a function here with its numbers worked by hand in a test, then a recipe that uses it.
 """
 
-from .policy import policy_gradient
+from .kl import kl
+from .policy import Objective, policy_loss
 from .supervised import cross_entropy
 
-__all__ = ["cross_entropy", "policy_gradient"]
+__all__ = ["Objective", "cross_entropy", "kl", "policy_loss"]

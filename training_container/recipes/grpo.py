@@ -17,7 +17,7 @@ from ..data import Prompt, render_prompts
 from ..defaults import rates_for
 from ..engine import Completion, Engine, Example, Metrics, MicroBatch, Sampling, Totals
 from ..failures import UserFailure
-from ..losses import policy_gradient
+from ..losses import Objective, policy_loss
 from ..rewards import Question, RewardFunction, Scores
 from ..run import Run
 from .supervised import warm_start
@@ -87,11 +87,13 @@ def improve(
     if not examples:
         return {"loss": 0.0, "grad_norm": 0.0}
 
+    objective = Objective(loss=settings.loss, clip_low=settings.clip_low, clip_high=settings.clip_high)
+
     def loss_fn(logprobs_N: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         # Under top_p the sampler drew from a cut distribution; its ratio to the whole one is not the policy's change.
         if settings.top_p < 1.0:
             batch = replace(batch, sampled_logprobs_N=logprobs_N.detach())
-        return policy_gradient(logprobs_N, batch)
+        return policy_loss(logprobs_N, batch, objective, trained=Totals.of(examples))
 
     with run.meter.phase("update"):
         # The mean is over all tokens drawn: leaving out rows without a gradient must not raise the others' weight.
