@@ -105,6 +105,16 @@ class Engine:
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
+    @property
+    def sampler_name(self) -> str:
+        """Which sampler drew: our own, on the trainer's model, or an optional one beside it."""
+        return "engine"
+
+    @property
+    def samples_exactly(self) -> bool:
+        """Whether a completion's log-probabilities are the trainer's own, so that nobody has to compute them again."""
+        return True
+
     # --- primitives -----------------------------------------------------------------------------------------------------
 
     def sample(
@@ -171,7 +181,6 @@ class Engine:
             for name, value in {"loss": loss, **metrics}.items():
                 share = torch.as_tensor(value, dtype=torch.float32).detach()
                 sums[name] = sums[name] + share if name in sums else share
-        self.bytes_sent = self.world.add_gradients(self._weights)
         return self.world.sum(sums)
 
     def _outputs(self, examples: Sequence[Example], temperature: float) -> Tensor:
@@ -187,7 +196,9 @@ class Engine:
 
     def optim_step(self, learning_rate: float, max_grad_norm: float, *, weight_decay: float = 0.0) -> OptimStep:
         """Clip, step and clear the gradient. A gradient that is not finite is dropped and leaves the weights alone."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights, max_grad_norm))
+        # Here and not after every backward: what several calls of forward_backward add up crosses the wire once.
+        self.bytes_sent = self.world.add_gradients(self._weights)
+        norm = self.world.clip_gradients(self._weights, max_grad_norm)
         applied = math.isfinite(norm)
         if applied:
             for group in self._optimizer.param_groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,10 @@ class World:
         """The main process's value, on every process."""
         return value
 
+    def once(self, make: Callable[[], Item]) -> Item:
+        """What the main process makes, on every process: for what must not be done twice, as asking a reward."""
+        return make()
+
     def sum(self, values: dict[str, Tensor]) -> dict[str, float]:
         """The sums over processes; one may lack names that others have."""
         return {name: float(value) for name, value in values.items()}
@@ -44,3 +48,7 @@ class World:
     def add_gradients(self, weights: Iterable[torch.nn.Parameter]) -> int:
         """Add up every process's gradient, in place; the bytes this process sent."""
         return 0
+
+    def clip_gradients(self, weights: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+        """Scale the gradient down to `max_norm`, in place; its norm before that, the same on every process."""
+        return float(torch.nn.utils.clip_grad_norm_(weights, max_norm))
