@@ -1,0 +1,126 @@
+"""What the trainer and an environment say to each other, whatever form the environment has. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..user_code import Refusal
+
+# A text, messages with role and content, or token ids.
+Observation = str | list[dict[str, Any]] | list[int] | None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the model said in a turn: text without special tokens, text with them but for the stop token, and the ids."""
+
+    text: str
+    raw: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to an action, or (reward None, not done) to a reset.
+
+    observation: what comes next in the model's context; of no account when `done`.
+    reward: of this turn; None where the form gives none. Not finite counts as not scored, for the whole episode.
+    tools: schemas of what the model may call, for the chat template. joins: the first observation ends the prompt's last
+        user message instead of being one of its own. whole: the observation is the whole context, not what is added to it.
+    """
+
+    observation: Observation
+    reward: float | None = None
+    done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    joins: bool = False
+    whole: bool = False
+
+
+class Episode(Protocol):
+    """One episode of an environment: `begin` once, `act` until a turn is done or the trainer has enough, then `grade`."""
+
+    def begin(self, row: Mapping[str, Any]) -> Turn: ...
+
+    def act(self, action: Action) -> Turn: ...
+
+    def grade(self) -> float | None:
+        """A reward for the whole episode beside those of its turns, where the form has one."""
+
+
+class Awaiter:
+    """Gives a result, awaited where it must be, on one event loop for as long as the process lives: what an async
+    environment keeps open between two turns belongs to its loop."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(result))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+# --- checking what user code gives ---------------------------------------------------------------------------------------
+
+
+def as_observation(value: Any, where: str) -> Observation:
+    """A text, a list of messages, token ids, or what has `to_ints()` (tinker's ModelInput).
+
+    Raises:
+        Refusal: it is none of these.
+    """
+    if hasattr(value, "to_ints"):
+        value = value.to_ints()
+    if value is None or isinstance(value, str):
+        return value
+    items: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return items
+    if items and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
+        return items
+    raise Refusal(
+        f"{where} gave {_kind(value)} as its observation; "
+        "give a text, a list of messages with role and content, or token ids"
+    )
+
+
+def as_reward(value: Any, where: str) -> float | None:
+    """A number of any kind that float() takes, None for no reward.
+
+    Raises:
+        Refusal: it is neither.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | bytes | complex):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+        except (TypeError, ValueError):
+            pass  # falls through to the refusal
+    raise Refusal(f"{where} gave {_kind(value)} as its reward; give one number, or None")
+
+
+def as_metrics(value: Any) -> dict[str, float]:
+    """The numbers of a mapping; an info dict may hold anything else, which is left out."""
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {
+        str(name): float(number) for name, number in items if isinstance(number, int | float) and math.isfinite(number)
+    }
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.40})"
