@@ -1,0 +1,244 @@
+"""What was drawn for some prompts and how it was scored: drawn, kept and cut into updates alike by every recipe that draws.
+
+One trajectory, as a checkpoint inside a window of several updates keeps it:
+
+    {"row": 3, "prompt": [11, 5], "completion": [7, 9, 1], "sampled": [true, true, true], "logprobs": [-1.5, -0.25, -3.0],
+     "truncated": false, "reward": 0.5, "components": {"format": 1.0}, "old_logprobs": [], "reference_logprobs": []}
+
+Log-probabilities are float32, which Python's floats and JSON hold exactly: a rollout that was read back trains to the same
+bits. A reward of NaN stands for "not scored", and is null in JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .advantages import has_spread
+from .engine import Example
+from .run import Run
+
+NOT_SCORED = math.nan
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One completion of a prompt: what the model said and, in several turns, what it was told between.
+
+    row: index of the prompt's row. completion: all tokens after the prompt; sampled: which of them the model drew.
+    logprobs, old_logprobs, reference_logprobs: one a drawn token, in order: under the distribution it was drawn from, and
+        (where they are needed) under the policy before the rollout's first update and under the reference.
+    truncated: it did not end by itself. reward: NaN when not scored. components: of the reward, by name, for showing.
+    """
+
+    row: int
+    prompt: list[int]
+    completion: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+    truncated: bool = False
+    reward: float = NOT_SCORED
+    components: Mapping[str, float] = field(default_factory=dict)
+    old_logprobs: list[float] = field(default_factory=list)
+    reference_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.sampled)
+
+    def as_example(self, advantage: float | Sequence[float] = 0.0, *, group: int | None = None) -> Example:
+        """The ids themselves, never text tokenized again, with a loss on those the model drew."""
+        return Example(
+            tokens=[*self.prompt, *self.completion],
+            trained=[False] * len(self.prompt) + self.sampled,
+            advantages=advantage,
+            sampled_logprobs=self.logprobs,
+            old_logprobs=self.old_logprobs,
+            reference_logprobs=self.reference_logprobs,
+            group=group,
+        )
+
+
+Group = list[Trajectory]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Groups of trajectories, one group a prompt and all of one size, and what there is to say of how they came about.
+
+    counts: numbers that add up when rollouts are joined (unscored completions by cause). why_unscored: as a sentence says
+    it; "" when everything was scored. metrics: what every step made of this rollout reports.
+    """
+
+    groups: list[Group]
+    counts: Mapping[str, float] = field(default_factory=dict)
+    why_unscored: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [each for group in self.groups for each in group]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(each.sampled_tokens for each in self.trajectories)
+
+    @property
+    def scored(self) -> list[float]:
+        return [each.reward for each in self.trajectories if not math.isnan(each.reward)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "groups": [[_without_nan(asdict(each)) for each in group] for group in self.groups],
+            "counts": _without_nan(self.counts),
+            "why_unscored": self.why_unscored,
+            "metrics": _without_nan(self.metrics),
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Rollout:
+        groups = [[Trajectory(**_with_nan(each)) for each in group] for group in saved["groups"]]
+        return cls(groups, _with_nan(saved["counts"]), saved["why_unscored"], _with_nan(saved["metrics"]))
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN. A log-probability is never one, so lists go as they are."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(item) for name, item in value.items()}
+    return None if value != value else value
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_nan(item) for name, item in value.items()}
+    return NOT_SCORED if value is None else value
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def window(settings: Any) -> tuple[int, int]:
+    """Groups of a rollout, and optimizer steps made of it."""
+    return settings.batch_size // settings.group_size * settings.minibatches, settings.minibatches * settings.passes
+
+
+def recall_or_draw(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], Rollout]) -> Rollout:
+    """The rollout this window began with: drawn, unless the run was resumed inside it; kept while more is made of it."""
+    if run.memory is not None:
+        return Rollout.from_json(run.memory)
+    rollout = draw(indices)
+    if window(run.settings)[1] > 1:
+        run.memory = rollout.as_json()
+    return rollout
+
+
+def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], Rollout], *, rows: int) -> Rollout:
+    """A group for each of these rows; further rows in place of groups that teach nothing, in `sampling_rounds` at most.
+
+    As in DAPO (arXiv:2503.14476, sec. 3.2), but bounded: when the rounds or the rows are at an end, groups without spread
+    fill the places that are left, and count as they always do. Each round draws as many groups as are missing. Metrics are
+    of all that was drawn, for what was kept has been chosen by its rewards.
+
+    Args:
+        draw: gives scored groups for these of the data's `rows` rows.
+    """
+    parts = [draw(indices)]
+    spread = [_spread(run, parts[0])]
+    missing = len(indices) - sum(spread[0])
+    while missing and len(parts) < run.settings.sampling_rounds and (further := run.more(rows, missing)):
+        parts.append(draw(further))
+        spread.append(_spread(run, parts[-1]))
+        missing -= sum(spread[-1])
+    drawn = joined(parts)
+    teaches = [flag for part in spread for flag in part]
+    kept = sorted(range(len(teaches)), key=lambda index: not teaches[index])[: len(indices)]
+    metrics = {**describe_rewards(run, drawn), **describe_completions(drawn), **drawn.counts}
+    if run.settings.sampling_rounds > 1:
+        metrics |= {"sampling_rounds": len(parts), "empty_rounds": sum(not any(part) for part in spread)}
+    return replace(drawn, groups=[drawn.groups[index] for index in kept], metrics=metrics)
+
+
+def joined(parts: Sequence[Rollout]) -> Rollout:
+    """Several rollouts as one."""
+    names = dict.fromkeys(name for part in parts for name in part.counts)
+    return Rollout(
+        groups=[group for part in parts for group in part.groups],
+        counts={name: sum(part.counts.get(name, 0) for part in parts) for name in names},
+        why_unscored=next((part.why_unscored for part in reversed(parts) if part.why_unscored), ""),
+    )
+
+
+def _spread(run: Run, rollout: Rollout) -> list[bool]:
+    flags: list[bool] = has_spread(rewards_P_G(rollout.groups, run.settings)).tolist()
+    return flags
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def rewards_P_G(groups: Sequence[Group], settings: Any) -> Tensor:
+    """What the advantages are taken from: each completion's reward, less its penalty for length."""
+    penalised = [[each.reward + length_penalty(each.sampled_tokens, settings) for each in group] for group in groups]
+    return torch.tensor(penalised, dtype=torch.float32)
+
+
+def length_penalty(tokens: int, settings: Any) -> float:
+    """0 up to max_completion_tokens - overlong_penalty_tokens, falling to -1 at max_completion_tokens (DAPO, eq. 13)."""
+    soft = settings.overlong_penalty_tokens
+    return max(-1.0, min(0.0, (settings.max_completion_tokens - soft - tokens) / soft)) if soft else 0.0
+
+
+def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
+    """Means over what was scored; a completion that was not is not right either."""
+    all_of_them, scored = rollout.trajectories, rollout.scored
+    spread = _spread(run, rollout)
+    found = {
+        "reward": sum(scored) / len(scored) if scored else NOT_SCORED,
+        "accuracy": sum(value >= run.reward.success_at for value in scored) / len(all_of_them),
+        "groups": len(rollout.groups),
+        "trainable_groups": sum(spread),
+        "frac_zero_variance_groups": 1 - sum(spread) / len(spread),
+    }
+    if run.settings.overlong_penalty_tokens:
+        penalties = [length_penalty(each.sampled_tokens, run.settings) for each in all_of_them]
+        found["length_penalty"] = sum(penalties) / len(penalties)
+    return found
+
+
+def describe_completions(rollout: Rollout) -> dict[str, float]:
+    """entropy: nats a token, estimated from the drawn tokens' log-probabilities under the distribution they come from."""
+    all_of_them = rollout.trajectories
+    tokens = max(1, rollout.sampled_tokens)
+    repeated = sum(len(group) - len({tuple(each.completion) for each in group}) for group in rollout.groups)
+    return {
+        "completion_tokens": rollout.sampled_tokens / len(all_of_them),
+        "frac_truncated": sum(each.truncated for each in all_of_them) / len(all_of_them),
+        "frac_duplicate_completions": repeated / len(all_of_them),
+        "entropy": -math.fsum(value for each in all_of_them for value in each.logprobs) / tokens,
+    }
+
+
+# --- updates -----------------------------------------------------------------------------------------------------------
+
+
+def minibatch(run: Run, rollout: Rollout) -> list[int]:
+    """Which groups the coming update of the window trains on: each pass deals all of them out, in an order of its own.
+
+    It follows from the seed, the step at which the window began and the pass, so there is nothing to save. Where a rollout
+    has fewer groups than minibatches (an epoch's last rows), some of the updates get none.
+    """
+    settings, state = run.settings, run.state
+    groups = len(rollout.groups)
+    if settings.minibatches == settings.passes == 1:
+        return list(range(groups))
+    number, part = divmod(state.update, settings.minibatches)
+    digest = hashlib.sha256(f"{run.spec.seed}/{state.step - state.update}/{number}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    order: list[int] = torch.randperm(groups, generator=generator).tolist()
+    return sorted(order[part :: settings.minibatches])
