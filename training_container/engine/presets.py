@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 
@@ -45,8 +52,10 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def preset_model(name: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """The preset with weights drawn from `seed`; leaves torch's own generator seeded with it."""
+def preset_model(
+    name: str, tokenizer: PreTrainedTokenizerFast, seed: int, *, head: Literal["policy", "score"] = "policy"
+) -> PreTrainedModel:
+    """The preset with weights drawn from `seed`; leaves torch's own generator seeded with it. head="score": one label."""
     shape = PRESETS[name]
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -60,6 +69,9 @@ def preset_model(name: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> Pr
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=True,
+        tie_word_embeddings=head == "policy",
     )
-    return LlamaForCausalLM(config)
+    if head == "policy":
+        return LlamaForCausalLM(config)
+    config.num_labels = 1
+    return LlamaForSequenceClassification(config)  # type: ignore[no-untyped-call]
