@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import transformers
@@ -14,8 +15,9 @@ import transformers
 from microtuning_core.domain.datasets import Row, check_rows
 
 from .checkpoints import Checkpoint, newest_whole, resume_checkpoint
-from .data import read_channel, texts_of
+from .data import encode, read_channel, texts_of
 from .engine import Engine
+from .engine.export import leave_model
 from .failures import classify, write_failure
 from .job import Job
 from .metrics import EventLog
@@ -24,6 +26,8 @@ from .recipes import load_recipe
 from .run import LOOP, LoopState, Run, Stopped
 
 EXIT_FAILED, EXIT_STOPPED = 1, 128 + signal.SIGTERM
+# What merged weights are compared with their adapter on.
+_COMPARED_ROWS, _COMPARED_TOKENS = 4, 128
 
 
 @dataclass
@@ -146,5 +150,21 @@ def train(run: Run) -> None:
     if not run.state.finished:
         load_recipe(run.settings.type).train(run.engine, run)
         run.finish()
-    run.engine.save_weights(run.job.tree.model)
+    leave(run)
     run.log.emit("phase", phase="finished", step=run.state.step)
+
+
+def leave(run: Run) -> None:
+    """The model, and the adapter merged into it where the spec asks for that."""
+    model, tokenizer = run.spec.model, run.engine.tokenizer
+    rows = [encode(tokenizer, text)[:_COMPARED_TOKENS] for text in islice(texts_of(run.rows["train"]), _COMPARED_ROWS)]
+    said = leave_model(
+        run.engine,
+        run.job.tree.model,
+        base=run.job.base_model,
+        revision=model.revision,
+        merge=model.merge,
+        rows=[row for row in rows if row] or [[0]],
+    )
+    if said:
+        run.log.emit("notice", message=said)

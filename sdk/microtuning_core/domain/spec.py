@@ -47,6 +47,7 @@ class ModelSpec(Value):
     dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter's inputs")
     target_modules: tuple[str, ...] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    merge: bool = Field(False, description="also leave the adapter merged into plain weights, in merged/")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, a third more time")
 
     @model_validator(mode="after")
