@@ -18,8 +18,9 @@ import cloudpickle
 import pytest
 
 from training_container.failures import UserFailure, classify
-from training_container.reward_worker import Refusal, accepted, as_rewards, call_reward
 from training_container.rewards import Question, RewardFunction, Scores
+from training_container.rewards.functions import as_answers, score_batch
+from training_container.user_code import Refusal, accepted
 
 CASES = Path(__file__).parents[1] / "cases"
 
@@ -83,6 +84,10 @@ def test_a_text_among_the_rewards_is_refused_by_its_index(ask: Ask) -> None:
         ask(read_case("c15_reward_zoo.py"), asked("a", "b", "c", "d"), entry="user:exotic")
 
 
+def values_of(result: Any) -> list[float | None]:
+    return [each.value for each in as_answers(result, len(result))]
+
+
 def test_decimals_fractions_and_scalar_arrays_count_as_numbers_and_lists_do_not() -> None:
     from decimal import Decimal
     from fractions import Fraction
@@ -90,23 +95,23 @@ def test_decimals_fractions_and_scalar_arrays_count_as_numbers_and_lists_do_not(
     import numpy as np
     import torch
 
-    assert as_rewards([Decimal("0.5"), Fraction(1, 4), np.array(2.0), torch.tensor(3)], 4) == [0.5, 0.25, 2.0, 3.0]
-    assert as_rewards(torch.tensor([1.0, 2.0]), 2) == [1.0, 2.0]
+    assert values_of([Decimal("0.5"), Fraction(1, 4), np.array(2.0), torch.tensor(3)]) == [0.5, 0.25, 2.0, 3.0]
+    assert values_of(torch.tensor([1.0, 2.0])) == [1.0, 2.0]
     for odd in ([1.0], np.array([1.0]), 1j, b"1", {}, object()):
         with pytest.raises(Refusal, match="reward 1 is a"):
-            as_rewards([0.0, odd], 2)
+            as_answers([0.0, odd], 2)
 
 
 @pytest.mark.parametrize("returned", [3.0, None, "1234", {"a": 1}, {1.0}])
 def test_what_is_no_list_is_refused_and_never_spread_over_all_completions(returned: Any) -> None:
     with pytest.raises(Refusal, match="return one number"):
-        as_rewards(returned, 4)
+        as_answers(returned, 4)
 
 
 @pytest.mark.parametrize("count", [0, 3, 5])
 def test_a_wrong_number_of_rewards_is_refused_with_both_numbers(count: int) -> None:
     with pytest.raises(Refusal, match=f"returned {count} rewards for 4 completions"):
-        as_rewards([0.0] * count, 4)
+        as_answers([0.0] * count, 4)
 
 
 # --- how it is called ------------------------------------------------------------------------------------------------
@@ -148,7 +153,8 @@ def test_an_async_function_is_awaited() -> None:
         await asyncio.sleep(0)
         return [float(len(text)) for text in completions]
 
-    assert call_reward(score, {"completions": ["a", "bb"]}, seed=0) == [1.0, 2.0]
+    answers, _ = score_batch(score, {"completions": ["a", "bb"]}, seed=0, step=1)
+    assert [each.value for each in answers] == [1.0, 2.0]
 
 
 def test_columns_and_ids_reach_the_function_one_entry_a_completion(ask: Ask) -> None:
@@ -340,6 +346,5 @@ def test_a_pickled_closure_lambda_partial_or_object_scores_as_it_does_here(name:
 def test_a_pickle_of_another_python_is_refused_and_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "reward.pkl").write_bytes(b"this would fail to load")
     (tmp_path / "code.json").write_text('{"python": "3.9.1"}', encoding="utf-8")
-    reward = RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20)
     with pytest.raises(UserFailure, match=r"pickled by Python 3\.9\.1 and the job runs Python 3\.1"):
-        reward.__enter__()
+        RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20)

@@ -1,0 +1,114 @@
+"""From the settings of a reward to something that scores: one part a kind, their weighted sum as the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .process import FunctionReward
+from .scores import Answers, Question, Reward, Scores, combined
+
+if TYPE_CHECKING:
+    from microtuning_core.domain.algorithms import RewardPart, RewardSpec
+
+    from ..engine.parallel import World
+    from ..metrics import EventLog
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a part may need of the run around it.
+
+    code: the folder with the user's sources. model_channel: from the name of a channel to its folder. device: of torch,
+    for a reward model. keep: a folder that outlives the job's machine, for answers that were paid for.
+    """
+
+    code: Path
+    seed: int
+    time_limit_s: float
+    log: EventLog
+    model_channel: Callable[[str], Path]
+    device: Any = "cpu"
+    keep: Path | None = None
+
+
+class Rewards:
+    """Every part of a run's reward; a context manager that ends their processes on exit."""
+
+    def __init__(
+        self, parts: Mapping[str, Reward], weights: Mapping[str, float], *, world: World | None = None
+    ) -> None:
+        self._parts, self._weights, self._world = dict(parts), dict(weights), world
+        self._threads = ThreadPoolExecutor(max_workers=max(1, len(parts)), thread_name_prefix="rewards")
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def score(self, question: Question, *, step: int) -> Scores:
+        """One score a completion, in their order. `step` is the one that is being made, from 1 on.
+
+        Where several processes train together the main one asks, and all of them have its answer.
+
+        Raises:
+            UserFailure: a part raised, or answered what is no score.
+        """
+        return self._world.once(lambda: self._score(question, step)) if self._world else self._score(question, step)
+
+    def _score(self, question: Question, step: int) -> Scores:
+        """The parts at the same time: each waits for a process or a server of its own."""
+        asked = {name: self._threads.submit(part.score, question, step=step) for name, part in self._parts.items()}
+        answers: dict[str, Answers] = {name: each.result() for name, each in asked.items()}
+        return combined(answers, self._weights)
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
+        self._threads.shutdown()
+
+
+def open_rewards(
+    spec: RewardSpec,
+    code: Path,
+    *,
+    seed: int,
+    log: EventLog,
+    model_channel: Callable[[str], Path],
+    device: Any = "cpu",
+    keep: Path | None = None,
+    world: World | None = None,
+) -> Rewards:
+    """The run's reward, loaded and ready; to be closed, or used in a `with`.
+
+    Raises:
+        UserFailure: a part cannot be loaded, with the user's file and line.
+    """
+    weights = {name: part.weight for name, part in spec.named_parts.items()}
+    around = Surroundings(code, seed, spec.time_limit_s, log, model_channel, device, keep)
+    opened: dict[str, Reward] = {}
+    if world is None or world.is_main:
+        try:
+            for name, part in spec.named_parts.items():
+                opened[name] = open_part(name, part, around)
+        except BaseException:
+            Rewards(opened, weights).close()
+            raise
+    return Rewards(opened, weights, world=world)
+
+
+def open_part(name: str, part: RewardPart, around: Surroundings) -> Reward:
+    """What an entry stands for. Kinds that need a heavy library import it here."""
+    return FunctionReward(part.entry, around.code, time_limit_s=around.time_limit_s, seed=around.seed)
+
+
+class RewardFunction(Rewards):
+    """One function alone, under the weight 1."""
+
+    def __init__(self, entry: str, code: Path, *, time_limit_s: float, seed: int = 0) -> None:
+        reward = FunctionReward(entry, code, time_limit_s=time_limit_s, seed=seed)
+        super().__init__({"reward": reward}, {"reward": 1.0})
