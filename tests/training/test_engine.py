@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from microtuning_core.domain.spec import ModelSpec
 from training_container.engine import Engine, Example, MicroBatch, Sampling
 from training_container.engine.sampler import draw, sampling_distribution
-from training_container.losses import cross_entropy, policy_gradient
+from training_container.losses import cross_entropy
 
 CPU = torch.device("cpu")
 PROMPTS = ["7>", "31415926535>", "2718>"]
@@ -142,7 +142,9 @@ def examples_of(engine: Engine) -> list[Example]:
 
 
 def reinforced(logprobs_N: Tensor, batch: MicroBatch) -> Any:
-    return policy_gradient(logprobs_N, batch, clip=9.0)
+    """The policy gradient with an importance ratio, without a clip."""
+    ratio_N = (logprobs_N - batch.sampled_logprobs_N).exp()
+    return -(ratio_N * batch.advantages_N).sum() / batch.totals.tokens, {"ratio": ratio_N.sum() / batch.totals.tokens}
 
 
 def gradient(engine: Engine) -> Tensor:
@@ -189,9 +191,9 @@ def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(
 
 def test_a_batch_is_cut_by_tokens_when_no_number_of_rows_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = a_preset()
-    monkeypatch.setattr("training_container.engine.core._MAX_TOKENS", 20)
+    monkeypatch.setattr("training_container.engine.core._MAX_TOKENS", 19)
     examples = examples_of(engine)
-    parts = list(engine._cut(examples))
+    parts = [part for _, part in engine._cut(examples)]
     assert [[len(examples[index].tokens) for index in part] for part in parts] == [[19], [6, 5, 4], [3]]
 
 

@@ -6,13 +6,18 @@ layout's business (layouts/); a loss never knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,24 @@ class Example:
     label: float = 0.0
     group: int | None = None
 
+    @cached_property
+    def trained_at(self) -> IntArray:
+        """Where the trained tokens are."""
+        return np.flatnonzero(np.asarray(self.trained, dtype=bool))
+
     @property
     def trained_tokens(self) -> int:
-        return sum(self.trained)
+        return len(self.trained_at)
+
+    @property
+    def first_trained(self) -> int:
+        """Where the first trained token is; the row's length where none is."""
+        return int(self.trained_at[0]) if len(self.trained_at) else len(self.tokens)
+
+    @property
+    def read_tokens(self) -> int:
+        """How many tokens the model has to read: those before the last trained one. At least one."""
+        return max(1, int(self.trained_at[-1])) if len(self.trained_at) else 1
 
     @property
     def token_advantages(self) -> Sequence[float]:
@@ -95,54 +115,34 @@ LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 
 
 def micro_batch(examples: Sequence[Example], totals: Totals, device: torch.device) -> MicroBatch:
-    def laid_out(values: Sequence[Sequence[float]]) -> Tensor:
-        return torch.tensor([value for row in values for value in row], dtype=torch.float32).to(device)
+    counts_B = torch.tensor([example.trained_tokens for example in examples])
+    row_N = torch.arange(len(examples)).repeat_interleave(counts_B)
 
-    counts = [example.trained_tokens for example in examples]
-    targets = [
-        token for example in examples for token, trained in zip(example.tokens, example.trained, strict=True) if trained
-    ]
+    def on_device(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(device)
+
+    def laid_out(values: Iterable[Sequence[float]]) -> Tensor:
+        return on_device(list(chain.from_iterable(values)))
+
+    advantages = [example.advantages for example in examples]
+    if all(isinstance(value, int | float) for value in advantages):
+        advantages_N = on_device(advantages)[row_N.to(device)]  # type: ignore[arg-type]
+    else:
+        advantages_N = laid_out(example.token_advantages for example in examples)
     return MicroBatch(
-        target_N=torch.tensor(targets, dtype=torch.long).to(device),
-        row_N=torch.arange(len(examples)).repeat_interleave(torch.tensor(counts)).to(device),
-        advantages_N=laid_out([example.token_advantages for example in examples]),
-        sampled_logprobs_N=laid_out([example.sampled_logprobs for example in examples]),
-        old_logprobs_N=laid_out([example.old_logprobs for example in examples]),
-        reference_logprobs_N=laid_out([example.reference_logprobs for example in examples]),
-        label_B=torch.tensor([example.label for example in examples], dtype=torch.float32).to(device),
+        target_N=targets(examples).to(device),
+        row_N=row_N.to(device),
+        advantages_N=advantages_N,
+        sampled_logprobs_N=laid_out(example.sampled_logprobs for example in examples),
+        old_logprobs_N=laid_out(example.old_logprobs for example in examples),
+        reference_logprobs_N=laid_out(example.reference_logprobs for example in examples),
+        label_B=on_device([example.label for example in examples]),
         group_B=torch.tensor([-1 if example.group is None else example.group for example in examples]).to(device),
         totals=totals,
     )
 
 
-def units(examples: Sequence[Example], *, whole_groups: bool) -> list[list[int]]:
-    """Indices of rows that must not be parted: every row alone, or the consecutive rows of a group together."""
-    if not whole_groups:
-        return [[index] for index in range(len(examples))]
-    keys = [(-index - 1 if example.group is None else example.group) for index, example in enumerate(examples)]
-    return [[index for index, _ in members] for _, members in groupby(enumerate(keys), key=lambda pair: pair[1])]
-
-
-def micro_batches(
-    examples: Sequence[Example], parts: Sequence[list[int]], *, rows: int | None, max_tokens: int
-) -> Iterator[list[int]]:
-    """Cut units of rows into micro-batches of at most `rows` rows, or (None) of `max_tokens` tokens, padding included.
-
-    Longest first, so that rows of like length share a micro-batch, and the one that needs most memory fails at once and
-    not after half an epoch. A unit larger than the limit is a micro-batch of its own.
-    """
-    taken: list[int] = []
-    longest = 0
-    for unit in sorted(parts, key=lambda unit: -_longest(examples, unit)):
-        after = len(taken) + len(unit)
-        if taken and (after > rows if rows else after * longest > max_tokens):
-            yield taken
-            taken = []
-        longest = longest if taken else _longest(examples, unit)
-        taken = taken + unit
-    if taken:
-        yield taken
-
-
-def _longest(examples: Sequence[Example], unit: Sequence[int]) -> int:
-    return max(len(examples[index].tokens) for index in unit)
+def targets(examples: Sequence[Example]) -> Tensor:
+    """Ids of the trained tokens, laid end to end, shape [N]."""
+    found = [np.asarray(example.tokens, dtype=np.int64)[example.trained_at] for example in examples]
+    return torch.from_numpy(np.concatenate(found))

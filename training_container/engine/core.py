@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -16,20 +15,24 @@ from torch import Tensor
 
 from microtuning_core.domain.spec import ModelSpec
 
-from .batch import Example, LossFn, Totals, micro_batch, micro_batches, units
+from .batch import Example, LossFn, Totals, micro_batch
 from .forward import undressed
-from .layouts import plain
+from .layouts import BY_NAME
 from .models import build_policy, is_adapter, restore_policy, stop_token_ids
+from .optimizer_state import load_optimizer_tensors, optimizer_tensors
 from .parallel import World
-from .randomness import random_state, restore_random_state, seed_everything
+from .probe import costs_of, sharing_layouts, usable
+from .randomness import random_state, read_random_state, seed_everything, write_random_states
+from .rows import Costs, Limits, micro_batches, units
 from .sampler import Completion, Sampling, draw_uniforms, sample
 from .scores import row_scores
+from .sharding import whole, whole_state
 
 Head = Literal["policy", "score"]
 
-WEIGHTS, OPTIMIZER, RANDOM, RANDOM_JSON = "model", "optimizer.safetensors", "random.safetensors", "random.json"
+WEIGHTS, OPTIMIZER = "model", "optimizer.safetensors"
 
-# A micro-batch is cut so that one [N, V] array of float32 logits stays below 1 GiB, and at 16,384 tokens anyway.
+# A micro-batch is cut so that one [N, V] array of logits has at most so many numbers (1 GiB), and at 16,384 tokens anyway.
 _MAX_LOGITS, _MAX_TOKENS = 2**28, 16_384
 
 
@@ -60,6 +63,8 @@ class Engine:
         self.micro_batch_rows: int | None = None
         self._spec, self._source, self._head = spec, source, head
         self._sampler_generator = torch.Generator().manual_seed(seed)
+        self._trusted: tuple[str, ...] | None = None
+        self._costs = costs_of(model) if head == "policy" else Costs(token=1.0, pair=0.0)
         self.stop_tokens = stop_token_ids(undressed(model), tokenizer)
         self.new_optimizer()
 
@@ -76,8 +81,11 @@ class Engine:
         world: World | None = None,
     ) -> Engine:
         """A fresh model; every source of chance begins at `seed`. head="score" gives a row one number (scores.py)."""
-        model, tokenizer = build_policy(spec, source=source, texts=texts, seed=seed, device=device, head=head)
-        seed_everything(seed)
+        world = world or World()
+        model, tokenizer = build_policy(
+            spec, source=source, texts=texts, seed=seed, device=device, head=head, world=world
+        )
+        seed_everything(seed, rank=world.rank)
         return cls(model, tokenizer, spec=spec, source=source, seed=seed, head=head, world=world)
 
     @classmethod
@@ -92,7 +100,8 @@ class Engine:
         world: World | None = None,
     ) -> Engine:
         """The engine whose `save_state` wrote `folder`: its next step gives the same bits."""
-        model, tokenizer = restore_policy(spec, folder / WEIGHTS, source=source, device=device, head=head)
+        world = world or World()
+        model, tokenizer = restore_policy(spec, folder / WEIGHTS, source=source, device=device, head=head, world=world)
         engine = cls(model, tokenizer, spec=spec, source=source, seed=0, head=head, world=world)
         engine._load_trainer(folder)
         return engine
@@ -125,14 +134,15 @@ class Engine:
         # Drawn for all prompts on every process: what a completion becomes depends on nothing but its own numbers.
         uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, self._sampler_generator)
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
-        drawn = sample(
-            self.model,
-            [prompts[index] for index in mine],
-            sampling,
-            group_size=group_size,
-            stop_tokens=self.stop_tokens,
-            uniforms_P_G_T=uniforms_P_G_T[mine],
-        )
+        with whole(self.model):
+            drawn = sample(
+                self.model,
+                [prompts[index] for index in mine],
+                sampling,
+                group_size=group_size,
+                stop_tokens=self.stop_tokens,
+                uniforms_P_G_T=uniforms_P_G_T[mine],
+            )
         return self._everyones(mine, drawn)
 
     @torch.no_grad()
@@ -146,10 +156,10 @@ class Engine:
         self.model.eval()
         indices: list[int] = []
         found: list[list[float]] = []
-        with self.model.disable_adapter() if reference else nullcontext():
-            for part in self._cut(examples):
+        with whole(self.model), self.model.disable_adapter() if reference else nullcontext():
+            for layout, part in self._cut(examples):
                 taken = [examples[index] for index in part]
-                flat = self._outputs(taken, temperature).tolist()
+                flat = self._outputs(taken, temperature, layout).tolist()
                 indices += part
                 for example in taken:
                     count = 1 if self._head == "score" else example.trained_tokens
@@ -174,20 +184,28 @@ class Engine:
         self.model.train()
         totals = totals or Totals.of(examples)
         sums: dict[str, Tensor] = {}
-        for part in self._cut(examples, whole_groups=whole_groups):
+        parts = list(self._cut(examples, whole_groups=whole_groups))
+        for layout, part in parts:
             taken = [examples[index] for index in part]
-            loss, metrics = loss_fn(self._outputs(taken, temperature), micro_batch(taken, totals, self.device))
+            loss, metrics = loss_fn(self._outputs(taken, temperature, layout), micro_batch(taken, totals, self.device))
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss, **metrics}.items():
                 share = torch.as_tensor(value, dtype=torch.float32).detach()
                 sums[name] = sums[name] + share if name in sums else share
+        for _ in range(self.world.rounds(len(parts)) - len(parts)):
+            self._accompany(examples)
         return self.world.sum(sums)
 
-    def _outputs(self, examples: Sequence[Example], temperature: float) -> Tensor:
+    def _accompany(self, examples: Sequence[Example]) -> None:
+        """A forward and backward for nothing, so that others can gather the weights that are spread over us all."""
+        example = next(example for example in examples if example.trained_tokens)
+        (0.0 * self._outputs([example], 1.0, "plain").sum()).backward()  # type: ignore[no-untyped-call]
+
+    def _outputs(self, examples: Sequence[Example], temperature: float, layout: str) -> Tensor:
         """Log-probabilities of the trained tokens [N], or the rows' scores [B]."""
         if self._head == "score":
             return row_scores(self.model, examples, device=self.device)
-        return plain.logprobs(self.model, examples, device=self.device, temperature=temperature)
+        return BY_NAME[layout](self.model, examples, device=self.device, temperature=temperature)
 
     def _everyones(self, mine: Sequence[int], results: Sequence[Any]) -> list[Any]:
         """Every process's results, in the order of the work's indices."""
@@ -199,7 +217,7 @@ class Engine:
         # Here and not after every backward: what several calls of forward_backward add up crosses the wire once.
         self.bytes_sent = self.world.add_gradients(self._weights)
         norm = self.world.clip_gradients(self._weights, max_grad_norm)
-        applied = math.isfinite(norm)
+        applied = not self.world.most(int(not math.isfinite(norm)))
         if applied:
             for group in self._optimizer.param_groups:
                 group.update(lr=learning_rate, weight_decay=weight_decay)
@@ -213,60 +231,59 @@ class Engine:
         self.bytes_sent = 0
         self._optimizer = torch.optim.AdamW(self._weights, lr=0.0, weight_decay=0.0, fused=True)
 
-    def _cut(self, examples: Sequence[Example], *, whole_groups: bool = False) -> Iterable[list[int]]:
-        """This process's micro-batches, as indices of examples."""
-        found = units(examples, whole_groups=whole_groups)
-        mine = self.world.share([sum(len(examples[index].tokens) for index in unit) for unit in found])
-        return micro_batches(
-            examples, [found[index] for index in mine], rows=self.micro_batch_rows, max_tokens=self._max_tokens
-        )
+    def _cut(self, examples: Sequence[Example], *, whole_groups: bool = False) -> Iterable[tuple[str, list[int]]]:
+        """This process's micro-batches: a layout, and indices of examples."""
+        limits = Limits(_MAX_TOKENS, self._max_trained, self.micro_batch_rows)
+        sharing = self._sharing() if any(example.group is not None for example in examples) else ()
+        found = units(examples, limits=limits, costs=self._costs, sharing=sharing, whole_groups=whole_groups)
+        mine = [found[index] for index in self.world.share([unit.tokens for unit in found])]
+        for taken in micro_batches(mine, limits):
+            yield taken[0].layout, [row for unit in taken for row in unit.rows]
+
+    def _sharing(self) -> tuple[str, ...]:
+        """Layouts that may be used now. Found at the first need: most runs of sft have no groups."""
+        if self._head == "score" or self.world.forwards_together:
+            return ()
+        if self._trusted is None:
+            self._trusted = sharing_layouts(self.model, self.device)
+        return usable(self.model, self._trusted)
 
     @property
-    def _max_tokens(self) -> int:
+    def _max_trained(self) -> int:
         if self._head == "score":
             return _MAX_TOKENS
         vocabulary = int(undressed(self.model).get_output_embeddings().weight.shape[0])
-        return max(1, min(_MAX_TOKENS, _MAX_LOGITS // vocabulary))
+        return max(1, _MAX_LOGITS // vocabulary)
 
     # --- keeping --------------------------------------------------------------------------------------------------------
 
     def save_weights(self, folder: Path) -> None:
-        """Weights (or the adapter) and tokenizer, as from_pretrained reads them."""
+        """Weights (or the adapter) and tokenizer, as from_pretrained reads them. Every process calls, the main writes."""
+        state = whole_state(self.model, keep=self.world.is_main)
+        if not self.world.is_main:
+            return
         # Without the flag peft asks the hub whether the vocabulary grew.
-        self.model.save_pretrained(folder, **({"save_embedding_layers": False} if is_adapter(self.model) else {}))
+        options = {"save_embedding_layers": False} if is_adapter(self.model) else {"state_dict": state}
+        self.model.save_pretrained(folder, **options)
         self.tokenizer.save_pretrained(folder)
 
     def save_state(self, folder: Path) -> None:
-        """Weights, optimizer and every source of chance; safetensors and JSON only."""
+        """Weights, optimizer and every source of chance; safetensors and JSON only. Every process calls, as above."""
         self.save_weights(folder / WEIGHTS)
-        save_file(self._optimizer_tensors(), folder / OPTIMIZER)
-        plain, tensors = random_state({"sampler": self._sampler_generator})
-        save_file(tensors, folder / RANDOM)
-        (folder / RANDOM_JSON).write_text(json.dumps(plain), encoding="utf-8")
+        moments = optimizer_tensors(self.trainable, self._optimizer)
+        chances = self.world.gather(random_state({"sampler": self._sampler_generator}))
+        if self.world.is_main:
+            save_file(moments, folder / OPTIMIZER)
+            write_random_states(folder, chances)
 
     def load_state(self, folder: Path) -> None:
         """Become what `save_state` wrote."""
         self.model, self.tokenizer = restore_policy(
-            self._spec, folder / WEIGHTS, source=self._source, device=self.device, head=self._head
+            self._spec, folder / WEIGHTS, source=self._source, device=self.device, head=self._head, world=self.world
         )
         self.new_optimizer()
         self._load_trainer(folder)
 
     def _load_trainer(self, folder: Path) -> None:
-        self._load_optimizer_tensors(load_file(folder / OPTIMIZER))
-        plain = json.loads((folder / RANDOM_JSON).read_text("utf-8"))
-        restore_random_state(plain, load_file(folder / RANDOM), {"sampler": self._sampler_generator})
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{name}|{key}": value.contiguous()
-            for name, weight in self.trainable.items()
-            for key, value in self._optimizer.state.get(weight, {}).items()
-        }
-
-    def _load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        by_name = self.trainable
-        for full_name, value in tensors.items():
-            name, _, key = full_name.rpartition("|")
-            weight = by_name[name]
-            self._optimizer.state[weight][key] = value.to(weight.device)
+        load_optimizer_tensors(self.trainable, self._optimizer, load_file(folder / OPTIMIZER))
+        read_random_state(folder, self.world.rank, {"sampler": self._sampler_generator})
