@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtuning_core.domain.algorithms import RewardSpec
+
 from .advantages import has_spread
 from .engine import Example
 from .run import Run
@@ -200,7 +202,7 @@ def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
     spread = _spread(run, rollout)
     found = {
         "reward": sum(scored) / len(scored) if scored else NOT_SCORED,
-        "accuracy": sum(value >= run.reward.success_at for value in scored) / len(all_of_them),
+        "accuracy": sum(value >= success_at(run) for value in scored) / len(all_of_them),
         "groups": len(rollout.groups),
         "trainable_groups": sum(spread),
         "frac_zero_variance_groups": 1 - sum(spread) / len(spread),
@@ -209,6 +211,11 @@ def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
         penalties = [length_penalty(each.sampled_tokens, run.settings) for each in all_of_them]
         found["length_penalty"] = sum(penalties) / len(penalties)
     return found
+
+
+def success_at(run: Run) -> float:
+    """From which reward on a completion is right; an environment may give rewards where the spec names none."""
+    return run.spec.reward.success_at if run.spec.reward else RewardSpec.model_fields["success_at"].default
 
 
 def describe_completions(rollout: Rollout) -> dict[str, float]:

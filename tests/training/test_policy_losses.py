@@ -121,14 +121,12 @@ def test_dro_pays_half_beta_for_the_square_of_the_log_ratio() -> None:
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "cispo"])  # whose weight is held on purpose
-@pytest.mark.parametrize(("kl_coef", "estimator"), [(0.0, "k3"), (0.3, "k2"), (0.3, "k3")])
-def test_every_gradient_equals_finite_differences(loss: Any, normalise: Any, kl_coef: float, estimator: Any) -> None:
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_every_gradient_equals_finite_differences(loss: Any, normalise: Any, kl_coef: float) -> None:
     batch = a_batch(
         [-1.0, -0.3, -2.0], [0.7, -1.1, 0.2], rows=[0, 0, 1], old=[-1.1, -0.2, -2.1], reference=[-0.8, -0.6, -2.5]
     )
-    objective = Objective(
-        loss, normalise=normalise, max_tokens=5, kl_coef=kl_coef, kl_estimator=estimator, off_policy_cap=1.05
-    )
+    objective = Objective(loss, normalise=normalise, max_tokens=5, kl_coef=kl_coef, off_policy_cap=1.05)
     logprobs_N = leaf([-0.95, -0.4, -1.9])
     assert torch.autograd.gradcheck(lambda values_N: policy_loss(values_N, batch, objective)[0], logprobs_N)
 
@@ -213,6 +211,13 @@ def test_k3_is_the_exact_one_in_the_normal_range() -> None:
     )  # to 20 nats on the one side, and all of the other
 
 
+def test_the_gradient_of_k3_is_exact_in_float32_to_20_nats() -> None:
+    logprobs_N = torch.tensor([0.0, 1e-3, -1e-3, 1.0, -19.9], requires_grad=True)
+    kl(logprobs_N, torch.zeros(5)).sum().backward()
+    exact_N = -torch.expm1(-logprobs_N.detach().double())
+    torch.testing.assert_close(logprobs_N.grad.double(), exact_N, atol=1e-7, rtol=1e-6)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_no_log_ratio_makes_a_divergence_or_gradient_that_is_not_finite(estimator: Any, dtype: torch.dtype) -> None:
@@ -229,22 +234,23 @@ def test_beyond_20_nats_k3_still_pulls_back_with_the_slope_it_had_there() -> Non
     assert logprobs_N.grad.tolist() == pytest.approx([1 - math.exp(20)] * 2)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("estimator", "tolerance"), [("k1", 1e-9), ("k2", 1e-9), ("k3", 2e-3)])
-def test_averaged_over_the_policys_own_tokens_every_penalty_has_the_gradient_of_the_divergence(
-    estimator: Any, tolerance: float
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [0.0, 0.4])
+def test_averaged_over_the_tokens_drawn_every_penalty_has_the_gradient_of_the_divergence(
+    estimator: Any, moved: float
 ) -> None:
-    """k3's is that of the other direction, which is the same for small differences only; k1's own would be 0."""
+    """Also when the policy has moved since it drew."""
     logits_V = leaf([0.3, -0.2, 0.1])
     reference_V = torch.tensor([0.25, -0.1, 0.05]).double().log_softmax(0)
     logprobs_V = logits_V.log_softmax(0)
     (exact_V,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - reference_V)).sum(), logits_V)
-    sampled_V = logits_V.log_softmax(0).detach()
+    sampled_V = (logits_V.detach() + moved * torch.tensor([1.0, -1.0, 0.5])).log_softmax(0)
     penalty = torch.zeros(())
-    for token in range(3):  # every token as often as the policy draws it
+    for token in range(3):  # every token as often as the policy drew it
         batch = a_batch(sampled_V[token : token + 1], [0.0], reference=reference_V[token : token + 1])
         loss, _ = policy_loss(
             logits_V.log_softmax(0)[token : token + 1], batch, Objective(kl_coef=1.0, kl_estimator=estimator)
         )
         penalty = penalty + sampled_V[token].exp() * loss
     (found_V,) = torch.autograd.grad(penalty, logits_V)
-    close(found_V, exact_V.tolist(), tolerance)
+    close(found_V, exact_V.tolist())

@@ -4,14 +4,19 @@ With x drawn from the policy p and d = log reference(x) - log p(x), each estimat
 
     k1 = -d                  unbiased, of either sign
     k2 = d^2 / 2             its gradient is that of the divergence itself
-    k3 = exp(d) - d - 1      unbiased and never negative; the one in GRPO (arXiv:2402.03300, eq. 4)
+    k3 = exp(d) - d - 1      unbiased and never negative; the one of GRPO (arXiv:2402.03300, eq. 4)
 
 Departure: value and gradient are finite whatever the log-ratio. Up to d = 20 nothing differs; beyond, k3 goes on along its
 tangent, so that the pull back is bounded (exp(20) a token) and never gone, and past 10,000 nats d counts as that.
+
+As a loss, differentiating the estimate is not enough: the tokens were drawn from the policy, which moves too. `penalty` has
+the gradient of KL(p || reference) itself, on the average over tokens drawn from q and with r = p / q: r sg(k1), whose own
+gradient would be 0; sg(r) k2; and r k3 (arXiv:2512.02556), whose own gradient would be that of the other direction.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -32,7 +37,18 @@ def kl(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Estimator = 
         case "k2":
             return d_N.square() / 2
         case "k3":
-            bounded_N = d_N.clamp(max=_TANGENT_FROM)
             # expm1 keeps the digits that exp(d) - 1 loses near 0.
-            beyond_N = (d_N - bounded_N) * torch.exp(torch.tensor(_TANGENT_FROM, dtype=at_least))
-            return bounded_N.expm1() + beyond_N - d_N
+            exact_N = d_N.clamp(max=_TANGENT_FROM).expm1() - d_N
+            tangent_N = math.exp(_TANGENT_FROM) * (1 + d_N - _TANGENT_FROM) - 1 - d_N
+            return torch.where(d_N > _TANGENT_FROM, tangent_N, exact_N)
+
+
+def penalty(estimate_N: Tensor, ratio_N: Tensor, estimator: Estimator) -> Tensor:
+    """The estimate as a loss, shape [N]; `ratio_N` (r, with gradient) is of the policy to the one the tokens came from."""
+    match estimator:
+        case "k1":
+            return ratio_N * estimate_N.detach()
+        case "k2":
+            return ratio_N.detach() * estimate_N
+        case "k3":
+            return ratio_N * estimate_N

@@ -19,8 +19,8 @@ Tokens and rows are those of `batch.totals`: rows left out because they have no 
 the tokens of `trained`, for nothing was computed of the others.
 
 Departures: log r is held to [-20, 20], where its exponential is harmless. gspo's term is the same for each token of a row,
-so "sequence" weighs rows as the paper does. dro takes our advantages where the paper learns a value. k1 (kl.py) has the
-same gradient on every token, which is none on the average; its term is r sg(k1), whose gradient is the divergence's.
+so "sequence" weighs rows as the paper does. dro takes our advantages where the paper learns a value. The penalty for
+leaving the reference has the gradient of the divergence, which GRPO's k3 by itself has not (kl.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..engine import Metrics, MicroBatch, Totals
-from .kl import Estimator, kl
+from .kl import Estimator, kl, penalty
 
 Loss = Literal["ppo", "importance_sampling", "cispo", "gspo", "dro"]
 Normalise = Literal["token", "sequence", "constant"]
@@ -90,8 +90,7 @@ def policy_loss(
     found = {"ratio": log_ratio_N.exp(), "clipped": clipped_N.float(), "sampler_gap": _sampler_gap(logprobs_N, batch)}
     if objective.kl_coef > 0:
         found["kl"] = kl(logprobs_N, batch.reference_logprobs_N, objective.kl_estimator)
-        penalty_N = log_ratio_N.exp() * found["kl"].detach() if objective.kl_estimator == "k1" else found["kl"]
-        term_N = term_N + objective.kl_coef * penalty_N
+        term_N = term_N + objective.kl_coef * penalty(found["kl"], log_ratio_N.exp(), objective.kl_estimator)
     tokens = (trained or batch.totals).tokens
     return _shared(term_N, batch, objective), {name: value_N.detach().sum() / tokens for name, value_N in found.items()}
 

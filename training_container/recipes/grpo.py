@@ -50,7 +50,7 @@ def train(engine: Engine, run: Run) -> None:
 
         def scored_rollout(indices: Sequence[int]) -> Rollout:
             rollout = roll_out(run, indices, answers, rows=len(prompts))
-            return with_logprobs(engine, run, rollout, objective, reference=reference, all_rows=loss is not None)
+            return with_logprobs(engine, run, rollout, objective, reference=reference, loss=loss)
 
         warm_start(engine, run)
         if held_out and not state.eval_before:

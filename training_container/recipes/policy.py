@@ -11,7 +11,7 @@ from ..engine import Engine, LossFn, Totals
 from ..failures import UserFailure
 from ..losses import Objective, policy_loss
 from ..reference import Reference
-from ..rollouts import Rollout, Trajectory, minibatch, rewards_P_G
+from ..rollouts import Rollout, Trajectory, minibatch, rewards_P_G, success_at
 from ..run import Run
 
 
@@ -32,7 +32,13 @@ def objective_of(engine: Engine, run: Run, *, turns: int = 1) -> Objective:
 
 
 def with_logprobs(
-    engine: Engine, run: Run, rollout: Rollout, objective: Objective, *, reference: Reference | None, all_rows: bool
+    engine: Engine,
+    run: Run,
+    rollout: Rollout,
+    objective: Objective,
+    *,
+    reference: Reference | None,
+    loss: LossFn | None,
 ) -> Rollout:
     """The rollout with what the loss compares its tokens to, for all groups that reach the loss.
 
@@ -43,7 +49,7 @@ def with_logprobs(
     if not again and reference is None:
         return rollout
     teaches = has_spread(rewards_P_G(rollout.groups, run.settings)).tolist()
-    chosen = [index for index, flag in enumerate(teaches) if flag or all_rows]
+    chosen = [index for index, flag in enumerate(teaches) if flag or _all_rows(objective, loss)]
     examples = [each.as_example(group=index) for index in chosen for each in rollout.groups[index]]
     with run.meter.phase("update"):
         old = engine.forward(examples, temperature=run.settings.temperature) if again else [[] for _ in examples]
@@ -53,6 +59,11 @@ def with_logprobs(
     for index in chosen:
         groups[index] = [_compared(each, *next(found)) for each in groups[index]]
     return replace(rollout, groups=groups)
+
+
+def _all_rows(objective: Objective, loss: LossFn | None) -> bool:
+    """Whether rows without an advantage may have a gradient all the same; of a user's loss nothing is known."""
+    return objective.acts_without_advantage or loss is not None
 
 
 def _compared(trajectory: Trajectory, old: list[float], reference: list[float]) -> Trajectory:
@@ -80,7 +91,7 @@ def policy_update(
     ]
     if not any(advantage for _, _, advantage in counted):
         return {"loss": 0.0, "grad_norm": 0.0}
-    all_rows = objective.acts_without_advantage or loss is not None
+    all_rows = _all_rows(objective, loss)
     examples = [each.as_example(advantage, group=index) for index, each, advantage in counted if advantage or all_rows]
     totals = Totals(sum(each.sampled_tokens for _, each, _ in counted), len(counted))
     loss = loss or partial(policy_loss, objective=objective, trained=Totals.of(examples))
@@ -106,7 +117,7 @@ def give_up_if_constant(run: Run, rollout: Rollout) -> None:
     Raises:
         UserFailure: max_constant_steps steps in a row were so.
     """
-    solved = bool(rollout.scored) and min(rollout.scored) >= run.reward.success_at
+    solved = bool(rollout.scored) and min(rollout.scored) >= success_at(run)
     spread = has_spread(rewards_P_G(rollout.groups, run.settings)).any()
     state = run.state
     state.constant_steps = 0 if solved or spread else state.constant_steps + 1
