@@ -292,7 +292,10 @@ def wake(cloud: LocalCloud, *, take_up_runs: bool) -> None:
     """After a start: take up runs whose executions died with the last process, and warm the workers meanwhile."""
     names = function_names(cloud.endpoint)
     if take_up_runs and "reconcile" in names:
+        from microtuning_local.rebuild import rebuild_lost_tables
+
         try:
+            rebuild_lost_tables(cloud)
             tick()
         except LocalCloudError as error:  # the cloud itself is up, and the schedule ticks again within a minute
             log.warning("the first tick failed: %s", error)

@@ -76,6 +76,15 @@ class ObjectStore:
             for each in page.get("Contents", []):
                 yield Stored(each["Key"], each["Size"])
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The prefixes one level below a prefix, each ending in "/"."""
+        if not prefix.endswith("/"):
+            raise ValueError(f"the prefix {prefix!r} must end in '/'")
+        pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/")
+        for page in pages:
+            for each in page.get("CommonPrefixes", []):
+                yield each["Prefix"]
+
     def delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):  # the service's limit for one call
             chunk = keys[start : start + 1000]

@@ -77,6 +77,19 @@ class RunStore:
             return False
         return True
 
+    def restore(self, run: Run) -> bool:
+        """Stores a record as S3 remembers it; False when the table has this revision or a newer one."""
+        newer = {":mine": {"N": str(run.revision)}}
+        try:
+            self._write(run, "attribute_not_exists(pk) OR revision < :mine", newer)
+        except StaleRevision:
+            return False
+        return True
+
+    def is_empty(self) -> bool:
+        """Whether the table holds nothing at all, as after a loss."""
+        return not self._dynamodb.scan(TableName=self.table, Limit=1)["Items"]
+
     def put(self, run: Run, now: datetime | None = None) -> Run:
         """Moves the record from the revision that `run` was read at to the next; StaleRevision when somebody was first."""
         next_run = run.with_(revision=run.revision + 1, updated_at=now or datetime.now(UTC))
@@ -195,6 +208,20 @@ class RunStore:
             ReturnValues="UPDATED_NEW",
         )
         return int(answer["Attributes"]["version"]["N"])
+
+    def count_versions_from(self, tenant: str, group: str, number: int) -> None:
+        """The group's next version is higher than `number`, whatever the table had counted."""
+        try:
+            self._dynamodb.update_item(
+                TableName=self.table,
+                Key={"pk": {"S": f"TENANT#{tenant}#MODEL#{group}"}, "sk": {"S": "VERSION"}},
+                UpdateExpression="SET version = :number",
+                ConditionExpression="attribute_not_exists(version) OR version < :number",
+                ExpressionAttributeValues={":number": {"N": str(number)}},
+            )
+        except ClientError as error:
+            if not lost_condition(error):
+                raise
 
     def _put(self, run_id: str, sk: str, attributes: Item) -> None:
         item: Item = {"pk": {"S": _pk(run_id)}, "sk": {"S": sk}, **attributes}

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from datetime import UTC, datetime
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from microtuning_local.clients import local_client
-from microtuning_local.sagemaker.rules import role_not_assumable
+from microtuning_local.sagemaker.rules import Refusal, role_not_assumable
 
 if TYPE_CHECKING:
     from microtuning_local.home import Endpoint
 
+log = logging.getLogger(__name__)
+
 SESSION_S = 3600
 MAX_SESSION_NAME = 64
+
+# What an emulator that was started anew answers to the keys it gave before, and how long a job waits for it.
+_KEYS_UNKNOWN = frozenset({"InvalidAccessKeyId", "InvalidClientTokenId", "UnrecognizedClientException", "ExpiredToken"})
+_RESTART_PATIENCE_S, _RETRY_AFTER_S = 60.0, 0.5
 
 
 class RoleSession:
@@ -22,6 +31,7 @@ class RoleSession:
         self.endpoint, self.sts = endpoint, sts
         self.role_arn, self.session_name = role_arn, session_name
         self.clients: dict[str, Any] = {}
+        self._keys_lost_at_s: float | None = None
 
     def credentials(self) -> dict[str, str]:
         """Fresh credentials in the shape botocore refreshes from; a Refusal when the role cannot be assumed."""
@@ -43,8 +53,39 @@ class RoleSession:
     def client(self, service: str) -> Any:
         """A client with the role's rights. For one thread at a time to ask for; the client itself serves many."""
         if service not in self.clients:
-            self.clients[service] = local_client(self._session, self.endpoint, service)
+            client = local_client(self._session, self.endpoint, service)
+            client.meta.events.register(f"needs-retry.{service}", self._wait_for_the_emulator)
+            self.clients[service] = client
         return self.clients[service]
+
+    def _wait_for_the_emulator(self, response: tuple[Any, dict[str, Any]] | None, **_: Any) -> float | None:
+        """Seconds after which botocore asks again; None where nothing is to be waited for.
+
+        After a crash the emulator knows neither the keys nor, for a few seconds, the role and the bucket. A job on AWS
+        would notice nothing, so ours does not either.
+        """
+        code = response[1].get("Error", {}).get("Code") if response else None
+        now_s = time.monotonic()
+        if code in _KEYS_UNKNOWN:
+            self._keys_lost_at_s = self._keys_lost_at_s or now_s
+            self._renew()
+        elif self._keys_lost_at_s is None or code != "NoSuchBucket":
+            return None
+        if now_s - self._keys_lost_at_s < _RESTART_PATIENCE_S:
+            return _RETRY_AFTER_S
+        self._keys_lost_at_s = None
+        return None
+
+    def _renew(self) -> None:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            self.credentials()
+        except (Refusal, BotoCoreError) as error:  # the stack, and the role with it, is not there again yet
+            log.info("%s cannot be assumed yet: %s", self.role_arn, error)
+            return
+        # They are refreshed by whoever signs the next request; botocore offers no public way to say that it is time.
+        self._session.get_credentials()._expiry_time = datetime.now(UTC)
 
     @cached_property
     def _session(self) -> Any:

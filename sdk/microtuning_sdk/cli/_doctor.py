@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import BotoCoreError, ClientError
 
 from microtuning_core.domain.errors import MicrotuningError
+from microtuning_core.usecases.rebuilding import rebuild
+from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_sdk._connection import LOCAL, Stage, connect
 from microtuning_sdk.cli._common import add_json, add_stage, add_verb, print_json
 
@@ -41,11 +43,16 @@ def add_parsers(verbs: Any) -> None:
     parser = add_verb(
         verbs, "doctor", doctor, "Check this machine and the stage, and say what to do about each problem."
     )
+    parser.add_argument(
+        "--rebuild", action="store_true", help="read the stage's tables back from its bucket, where they lack something"
+    )
     add_json(parser)
     add_stage(parser)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
+    if arguments.rebuild:
+        return rebuild_tables(arguments)
     findings = []
     for finding in examine(arguments.stage):
         findings.append(finding)
@@ -56,6 +63,16 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"findings": [vars(finding) for finding in findings]})
     return 0 if all(finding.is_well for finding in findings) else 1
+
+
+def rebuild_tables(arguments: argparse.Namespace) -> int:
+    stage = connect(arguments.stage)
+    restored = rebuild(Services(stage.session, StageSettings(stage.names, "", 1)))
+    if arguments.json:
+        print_json({"restored": restored})
+    else:
+        print("\n".join(restored) or "nothing was missing: every run in the bucket is in the tables")
+    return 0
 
 
 def examine(stage_name: str | None) -> Iterator[Finding]:
