@@ -95,7 +95,8 @@ class Shop:
 
 class Result:
     def __init__(self, reward, episode_done, next_observation):
-        self.reward, self.episode_done, self.next_observation, self.metrics = reward, episode_done, next_observation, {"k": 2}
+        self.reward, self.episode_done, self.next_observation = reward, episode_done, next_observation
+        self.metrics = {"k": 2}
 
 class Cookbook:
     def __init__(self, start):
@@ -119,7 +120,8 @@ def environments(tmp_path: Path) -> Iterator[Callable[..., Environments]]:
     def start(name: str, *, time_limit_s: float = 20, **options: Any) -> Environments:
         pool = Environments(f"games:{name}", tmp_path, options=options, time_limit_s=time_limit_s)
         started.append(pool)
-        return pool.__enter__()
+        pool.open()
+        return pool
 
     yield start
     for pool in started:
@@ -207,7 +209,7 @@ def test_what_goes_wrong_in_one_is_the_users(
 def test_an_option_it_does_not_take_and_a_column_that_is_missing_are_named(
     environments: Callable[..., Environments],
 ) -> None:
-    with pytest.raises(UserFailure, match="it takes no 'size', which environment.options gives"):
+    with pytest.raises(UserFailure, match=r"it takes no 'size', which environment.options gives"):
         environments("Guess", size=3).begin([{"prompt": ""}], [0])
     with pytest.raises(UserFailure, match="it asks for 'item', and the rows have thing"):
         environments("Shop").begin([{"thing": 1}], [0])
@@ -315,9 +317,9 @@ def begun(tokenizer: Any, prompt: Any = PROMPT, observation: Any = None) -> tupl
 
 def test_the_mask_is_1_exactly_on_what_was_sampled(toy: Any) -> None:
     scribe, transcript = begun(toy)
-    transcript.say(a_completion(toy, ["<think>", "left", "</think>", "L", "<end>"]))
-    scribe.observe(transcript, WALL, "L")
-    transcript.say(a_completion(toy, ["R", "<end>"]))
+    transcript.say(a_completion(toy, ["<think>", "left", "</think>", "L", "<end>"]), "L")
+    scribe.observe(transcript, WALL, room=99)
+    transcript.say(a_completion(toy, ["R", "<end>"]), "L")
     assert toy.convert_ids_to_tokens(transcript.tokens) == [word for _, word in CASE["tokens"]]
     assert [int(flag) for flag in transcript.sampled] == CASE["want_mask"]
     assert (transcript.sampled_tokens, len(transcript.logprobs)) == (7, 7)
@@ -327,22 +329,22 @@ def test_sampled_ids_stay_although_their_text_would_give_others(toy: Any) -> Non
     # "You play." split into two ids that the tokenizer itself never gives: decoded and read again it would be one.
     scribe, transcript = begun(toy)
     odd = [toy.unk_token_id, toy.convert_tokens_to_ids("L"), toy.eos_token_id]
-    transcript.say(Completion(odd, [-1.0] * 3, True))
-    scribe.observe(transcript, WALL, "?")
+    transcript.say(Completion(odd, [-1.0] * 3, True), "?")
+    scribe.observe(transcript, WALL, room=99)
     assert transcript.tokens[transcript.prompt_tokens :][:3] == odd
 
 
 def test_a_turn_that_hit_the_token_limit_gets_no_end_that_it_did_not_say(toy: Any) -> None:
     _, transcript = begun(toy)
-    transcript.say(a_completion(toy, ["<think>", "left"], finished=False))
+    transcript.say(a_completion(toy, ["<think>", "left"], finished=False), "L")
     assert toy.convert_ids_to_tokens(transcript.tokens)[-2:] == ["<think>", "left"]
     assert not transcript.finished
 
 
 def test_after_a_cut_turn_the_templates_own_end_stands_untrained_in_the_context(toy: Any) -> None:
     scribe, transcript = begun(toy)
-    transcript.say(a_completion(toy, ["L"], finished=False))
-    scribe.observe(transcript, WALL, "L")
+    transcript.say(a_completion(toy, ["L"], finished=False), "L")
+    scribe.observe(transcript, WALL, room=99)
     after = toy.convert_ids_to_tokens(transcript.tokens)[transcript.prompt_tokens :]
     assert after == ["L", "<end>", "\n", "<tool>", "wall", "<end>", "\n", "<assistant>"]
     assert transcript.sampled[transcript.prompt_tokens :] == [True] + [False] * 7
@@ -350,20 +352,28 @@ def test_after_a_cut_turn_the_templates_own_end_stands_untrained_in_the_context(
 
 def test_plain_rows_go_on_with_the_observation_alone(toy: Any) -> None:
     scribe, transcript = begun(toy, prompt="move?", observation="wall")
-    transcript.say(a_completion(toy, ["L", "<end>"]))
-    scribe.observe(transcript, Turn("wall"), "L")
+    transcript.say(a_completion(toy, ["L", "<end>"]), "L")
+    scribe.observe(transcript, Turn("wall"), room=99)
     assert toy.convert_ids_to_tokens(transcript.tokens) == ["move?", "wall", "L", "<end>", "wall"]
+
+
+def test_an_observation_that_leaves_no_room_ends_the_episode_as_truncated(toy: Any) -> None:
+    scribe, transcript = begun(toy)
+    transcript.say(a_completion(toy, ["L", "<end>"]), "L")
+    before = list(transcript.tokens)
+    scribe.observe(transcript, WALL, room=len(before) + 5)
+    assert (transcript.tokens, transcript.done, transcript.finished) == (before, True, False)
 
 
 def test_an_environment_that_rewrites_earlier_turns_is_refused(toy: Any) -> None:
     scribe = Scribe(toy, [toy.eos_token_id])
     transcript = scribe.begin(Row({}, "train.jsonl", 1), Turn([3, 4], whole=True))
-    transcript.say(Completion([5, 6], [-1.0, -1.0], True))
-    scribe.observe(transcript, Turn([3, 4, 5, 6, 7], whole=True), "")
+    transcript.say(Completion([5, 6], [-1.0, -1.0], True), "")
+    scribe.observe(transcript, Turn([3, 4, 5, 6, 7], whole=True), room=99)
     assert transcript.tokens == [3, 4, 5, 6, 7]
-    transcript.say(Completion([8], [-1.0], True))
+    transcript.say(Completion([8], [-1.0], True), "")
     with pytest.raises(UserFailure, match="does not begin with the 6 tokens of the episode so far"):
-        scribe.observe(transcript, Turn([3, 4, 7, 8, 9], whole=True), "")
+        scribe.observe(transcript, Turn([3, 4, 7, 8, 9], whole=True), room=99)
 
 
 def test_tools_for_a_template_of_another_form_are_refused(toy: Any) -> None:
@@ -373,5 +383,5 @@ def test_tools_for_a_template_of_another_form_are_refused(toy: Any) -> None:
 
 def test_a_row_without_prompt_whose_reset_gives_nothing_is_named(toy: Any) -> None:
     toy.chat_template = None
-    with pytest.raises(UserFailure, match="train.jsonl, line 4 has no prompt, and reset gave no observation"):
+    with pytest.raises(UserFailure, match=r"train\.jsonl, line 4 has no prompt, and reset gave no observation"):
         Scribe(toy, [0]).begin(Row({"level": 1}, "train.jsonl", 4), Turn(None))

@@ -6,6 +6,7 @@
     cookbook.py     the form of tinker-cookbook's Env: `initial_observation()`, `step(action) -> StepResult`
     worker.py       the process in which user code runs
     pool.py         those processes, as the trainer sees them
+    play.py         episodes from their first observation to their last
     transcript.py   an episode as token ids, never tokenized again
 
 To add a form: a module here with a class that has `begin`, `act` and `grade` (protocol.Episode), and its line in

@@ -34,7 +34,7 @@ _OF_THE_PROCESS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFE
 
 
 class Environments:
-    """The user's environment, as often as it is needed; a context manager that loads it on entry and ends all on exit.
+    """The user's environment, as often as it is needed: `open` loads it, `close` ends all its processes.
 
     Args:
         entry: "module:name" in the code folder, or "pickle:file".
@@ -49,13 +49,6 @@ class Environments:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._seats: dict[int, _Seat] = {}
-
-    def __enter__(self) -> Environments:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- episodes -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +99,12 @@ class Environments:
 
     # --- processes ------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def open(self) -> None:
+        """Start the process that loads the user's code.
+
+        Raises:
+            UserFailure: it cannot be loaded.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             module = "training_container.environments.worker"

@@ -31,8 +31,9 @@ class Transcript:
 
     tokens: all of them, of which the first `prompt_tokens` are the prompt and the first observation.
     sampled: one flag a token: the model drew it. logprobs: one a sampled token, in order.
-    rewards: one a turn that the environment rewarded; `total` is what the episode is worth, NaN when it is not scored.
-    finished: the last turn ended with a stop token and the context did not run out of room.
+    messages: the prompt's (the first `prompt_messages`), then what was said and shown. is_chat: shown as messages.
+    rewards: one a turn that the environment rewarded. finished: the last turn ended with a stop token, and there was room
+        for the next where there should have been one.
     """
 
     row: Row
@@ -43,17 +44,20 @@ class Transcript:
     metrics: dict[str, float] = field(default_factory=dict)
     messages: Messages = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    is_chat: bool = False
     prompt_tokens: int = 0
+    prompt_messages: int = 0
     turns: int = 0
     done: bool = False
     finished: bool = True
     timed_out: bool = False
 
     @property
-    def total(self) -> float:
+    def total(self) -> float | None:
+        """The sum of the environment's rewards: NaN where one is not a number or the time was over, None without any."""
         if self.timed_out or not all(math.isfinite(reward) for reward in self.rewards):
             return math.nan
-        return math.fsum(self.rewards)
+        return math.fsum(self.rewards) if self.rewards else None
 
     @property
     def sampled_tokens(self) -> int:
@@ -63,7 +67,8 @@ class Transcript:
         self.tokens += ids
         self.sampled += [False] * len(ids)
 
-    def say(self, completion: Completion) -> None:
+    def say(self, completion: Completion, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
         self.tokens += completion.tokens
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
@@ -95,12 +100,12 @@ class Scribe:
         Raises:
             UserFailure: there is neither, or the tokenizer cannot render them.
         """
-        transcript = Transcript(row, tools=turn.tools)
+        transcript = Transcript(row, tools=turn.tools, is_chat=self._is_chat(row, turn))
         if turn.tools:
             self._refuse_other_tools()
         if (ids := _ids_of(turn)) is not None:
             first = ids
-        elif self._is_chat(row, turn):
+        elif transcript.is_chat:
             transcript.messages = _first_messages(row, turn)
             first = self._tokens(self._render(transcript.messages, turn.tools))
         else:
@@ -110,7 +115,7 @@ class Scribe:
                 f"An episode begins with nothing: {row.file}, line {row.line} has no prompt, and reset gave no observation."
             )
         transcript.show(first)
-        transcript.prompt_tokens = len(first)
+        transcript.prompt_tokens, transcript.prompt_messages = len(first), len(transcript.messages)
         return transcript
 
     def action(self, completion: Completion) -> Action:
@@ -122,27 +127,36 @@ class Scribe:
             ids=list(completion.tokens),
         )
 
-    def observe(self, transcript: Transcript, turn: Turn, said: str) -> None:
-        """Add the observation of a turn after which the episode goes on.
+    def observe(self, transcript: Transcript, turn: Turn, *, room: int) -> None:
+        """Show the observation of a turn after which the episode goes on, or end it where that leaves no room.
+
+        Args:
+            room: how many tokens the episode may have before the model's next turn.
 
         Raises:
             UserFailure: the observation cannot follow what is there.
         """
+        messages: Messages = []
         if (ids := _ids_of(turn)) is not None:
-            transcript.show(_rest(transcript, ids) if turn.whole else ids)
-        elif transcript.messages:
+            ids = _rest(transcript, ids) if turn.whole else ids
+        elif transcript.is_chat:
             messages = _messages_of(turn)
-            transcript.show(self._tokens(self._between(transcript, messages)))
-            transcript.messages += [{"role": "assistant", "content": said}, *messages]
+            ids = self._tokens(self._between(transcript, messages))
         else:
-            transcript.show(self._tokens(_text_of(turn)))
+            ids = self._tokens(_text_of(turn))
+        if len(transcript.tokens) + len(ids) > room:
+            transcript.end(truncated=True)
+            return
+        transcript.show(ids)
+        transcript.messages += messages
 
     def _between(self, transcript: Transcript, messages: Messages) -> str:
         """What the template writes from the end of the model's turn to the header of its next."""
         stand_in = {"role": "assistant", "content": _STAND_IN}
-        first = transcript.messages[:1] if transcript.messages[0]["role"] == "system" else []
-        asked = next((each for each in reversed(transcript.messages) if each["role"] == "user"), None)
-        before = [*first, *([asked] if asked else [])]
+        shown = transcript.messages[: transcript.prompt_messages]
+        system = [each for each in shown[:1] if each["role"] == "system"]
+        asked = [each for each in shown if each["role"] == "user"][-1:]
+        before = [*system, *asked]
         _, found, after = self._render([*before, stand_in, *messages], transcript.tools).rpartition(_STAND_IN)
         if not found:
             raise UserFailure(

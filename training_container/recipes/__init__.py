@@ -15,6 +15,7 @@ from types import ModuleType
 RECIPES = {
     "sft": "training_container.recipes.sft",
     "grpo": "training_container.recipes.grpo",
+    "multi_turn": "training_container.recipes.multi_turn",
     "custom": "training_container.recipes.custom",
     "script": "training_container.recipes.script",
 }

@@ -1,0 +1,225 @@
+"""Whole runs over environments of several turns, on the tiniest model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from microtuning_core.domain.datasets import Row
+from microtuning_core.domain.spec import ModelSpec
+from training_container.engine import Engine, Example, Sampling
+from training_container.environments.play import Stage, play
+from training_container.environments.pool import Environments
+from training_container.environments.transcript import Scribe
+
+Box = Callable[..., Any]
+SETTINGS = {
+    "type": "multi_turn", "batch_size": 16, "group_size": 4, "max_completion_tokens": 2, "max_length": 32,
+    "max_train_steps": 4, "epochs": 99,
+}  # fmt: skip
+GAMES = """
+import random, time
+
+class Next:
+    \"\"\"Say the digit after the one you are shown; `noise` draws the second one by chance.\"\"\"
+
+    def __init__(self, noise=True):
+        self.noise = noise
+
+    def reset(self, prompt, digit):
+        self.turn, self.digit = 0, digit
+        return digit
+
+    def step(self, action):
+        right = float(action[:1] == "120"[int(self.digit)])
+        self.turn += 1
+        self.digit = random.choice("012") if self.noise else "1"
+        return self.digit, right / 2, self.turn == 2, {"right": right}
+
+class Unpaid(Next):
+    def step(self, action):
+        return "1", None, True
+
+class Hangs(Next):
+    def step(self, action):
+        time.sleep(60)
+
+class Shop:
+    def reset(self, item, **row):
+        self.bought = ""
+        return f" {item}"
+
+    def buy(self, name: str) -> str:
+        \"\"\"Buy it.\"\"\"
+        self.bought = name
+        return "ok"
+
+    def get_reward(self):
+        return 1.0 if self.bought == "owl" else 0.0
+
+def long_transcript(completions, completion_ids, digit, **kw):
+    assert all(isinstance(completion, str) for completion in completions)
+    return [0.1 * len(ids) for ids in completion_ids]
+"""
+
+
+def digit_rows(count: int, *, seed: int = 0) -> list[dict[str, str]]:
+    chance = random.Random(seed)
+    return [{"prompt": "say ", "digit": chance.choice("012")} for _ in range(count)]
+
+
+@pytest.fixture
+def a_game(a_box: Box) -> Box:
+    """A box that plays `game`: `a_game("Next", algorithm={...}, options={...})`."""
+
+    def make(game: str = "Next", *, algorithm: Any = None, options: Any = None, **changes: Any) -> Any:
+        asked = {"entry": f"games:{game}", "max_steps": 3, "options": options or {}} | changes.pop("environment", {})
+        spec = {"environment": asked} | changes.pop("spec", {})
+        rows = changes.pop("rows", None) or digit_rows(16)
+        return a_box(algorithm=SETTINGS | (algorithm or {}), spec=spec, code={"games.py": GAMES}, rows=rows, **changes)
+
+    return make
+
+
+def test_a_model_learns_a_game_of_two_turns_and_both_evaluations_show_it(a_game: Box) -> None:
+    learning = {"learning_rate": 3e-3, "max_train_steps": 60, "batch_size": 32, "max_completion_tokens": 1}
+    box = a_game(algorithm=learning, options={"noise": False}, eval_rows=digit_rows(8, seed=1))
+    assert box.work() == 0
+    metrics = box.of("metrics")
+    before, after = box.of("eval")
+    assert metrics[0]["reward"] < 0.5
+    assert after["eval_reward"] > before["eval_reward"] + 0.3
+    assert (metrics[-1]["turns"], after["eval_turns"]) == (2.0, 2.0)
+    assert metrics[-1]["environment_right"] == pytest.approx(2 * metrics[-1]["reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_run_stopped_at_any_step_goes_on_to_the_same_bits_the_environments_chance_included(
+    a_game: Box, minibatches: int
+) -> None:
+    asked = {"minibatches": minibatches, "batch_size": 8, "learning_rate": 1e-3}
+    whole = a_game(name="whole", algorithm=asked)
+    assert whole.work() == 0
+    assert len({event["reward"] for event in whole.of("metrics")}) > 1
+    for step in (1, 2, 3):
+        box = a_game(name=f"stopped-{step}", algorithm=asked)
+        assert box.work(stop=lambda step=step, box=box: box.steps[-1:] == [step]) == 143
+        assert box.work() == 0
+        assert [event["loss"] for event in box.of("metrics")] == [event["loss"] for event in whole.of("metrics")]
+        assert box.weights_sha256 == whole.weights_sha256
+
+
+@pytest.fixture
+def a_stage(tmp_path: Any) -> Any:
+    """A stage on a model of its own: `a_stage("Next", max_steps=3)`."""
+    opened: list[Environments] = []
+    (tmp_path / "games.py").write_text(GAMES, encoding="utf-8")
+
+    def make(game: str, *, max_steps: int = 3, room: int = 64, **options: Any) -> Stage:
+        engine = Engine.build(
+            ModelSpec(arch="Transformer"), source="", texts=["say 012"], seed=0, device=torch.device("cpu")
+        )
+        environments = Environments(f"games:{game}", tmp_path, options=options, time_limit_s=20)
+        opened.append(environments)
+        environments.open()
+        return Stage(engine, Scribe(engine.tokenizer, engine.stop_tokens), environments, max_steps, room)
+
+    yield make
+    for environments in opened:
+        environments.close()
+
+
+ROWS = [Row(values, "train.jsonl", line) for line, values in enumerate(digit_rows(4), start=1)]
+
+
+def test_every_sampled_token_has_the_trainers_log_probability_in_its_own_context(a_stage: Any) -> None:
+    stage = a_stage("Next")
+    transcripts = play(stage, ROWS, [1, 2, 3, 4], Sampling(3), group_size=2)
+    examples = [Example(each.tokens, each.sampled) for each in transcripts]
+    for trained, each in zip(stage.engine.forward(examples), transcripts, strict=True):
+        assert each.turns == 2
+        assert trained == pytest.approx(each.logprobs, abs=1e-5)
+
+
+def test_episodes_of_a_group_meet_the_same_chance_and_other_groups_another(a_stage: Any) -> None:
+    rows = [Row({"prompt": "say ", "digit": "0"}, "train.jsonl", 1)] * 12
+    stage = a_stage("Next", max_steps=3)
+    transcripts = play(stage, rows, list(range(12)), Sampling(1), group_size=2)
+    shown = [each.tokens[6] for each in transcripts]  # after "say 0" and one sampled token
+    assert shown[::2] == shown[1::2]
+    assert len(set(shown)) > 1
+
+
+def test_an_episode_without_room_for_the_next_turn_ends_as_truncated(a_stage: Any) -> None:
+    transcripts = play(a_stage("Next", room=6), ROWS, [1, 2, 3, 4], Sampling(4))
+    assert [(each.turns, each.finished) for each in transcripts] == [(1, False)] * 4
+    assert all(len(each.tokens) <= 10 for each in transcripts)
+    (none, *_) = play(a_stage("Next", room=4), ROWS, [1, 2, 3, 4], Sampling(4))
+    assert (none.turns, none.finished, none.total) == (0, False, None)
+
+
+def test_max_steps_1_makes_one_turn_of_every_episode(a_stage: Any) -> None:
+    assert [each.turns for each in play(a_stage("Next", max_steps=1), ROWS, [0] * 4, Sampling(2))] == [1] * 4
+
+
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>use <tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_reach_the_template_and_a_turn_without_a_call_ends_the_episode(
+    a_game: Box, a_model_dir: Callable[..., Any]
+) -> None:
+    chat = [{"prompt": [{"role": "user", "content": "Buy"}], "item": "owl"}] * 8
+    asked = {"batch_size": 4, "group_size": 2, "max_train_steps": 2, "max_completion_tokens": 4, "max_length": 1024}
+    box = a_game("Shop", algorithm=asked, rows=chat, model={"base": "tests/tiny", "rank": 4, "alpha": 8})
+    a_model_dir(box.tree.channel("model"), chat_template=HERMES)
+    assert box.work() == 0
+    first = box.of("metrics")[0]
+    assert (first["reward"], first["turns"], first["environment_tool_calls"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_reward_function_scores_whole_episodes_beside_the_environment(a_game: Box) -> None:
+    box = a_game(reward={"entry": "games:long_transcript"})
+    assert box.work() == 0
+    box_of_environment = a_game(name="alone")
+    assert box_of_environment.work() == 0
+    both, alone = (each.of("metrics")[0] for each in (box, box_of_environment))
+    # The first rollout is the same; an episode has 2 turns of at most 2 tokens and one observation of 1 between them.
+    assert both["turns"] == alone["turns"] == 2
+    assert both["reward"] - alone["reward"] == pytest.approx(0.1 * (both["completion_tokens"] + 1), abs=1e-6)
+
+
+def test_a_users_loss_is_taken_in_place_of_the_recipes(a_game: Box) -> None:
+    source = GAMES + "\ndef mine(logprobs, inputs):\n    return logprobs.sum() * 0, {'rows': inputs.rows}\n"
+    box = a_game(spec={"loss": {"entry": "games:mine"}})
+    (box.tree.channel("code") / "games.py").write_text(source, encoding="utf-8")
+    assert box.work() == 0
+    assert {event["loss"] for event in box.of("metrics")} == {0.0}
+    assert box.of("metrics")[0]["rows"] == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"game": "Unpaid"}, "games:Unpaid gave no reward for any turn or episode, and the spec has no reward"),
+        ({"game": "Nowhere"}, "The environment games:Nowhere: games has no 'Nowhere'"),
+        ({"options": {"size": 3}}, "it takes no 'size', which environment.options gives"),
+        ({"algorithm": {"max_length": 9, "max_completion_tokens": 7}}, "Every prompt is longer than the 2 tokens"),
+        (
+            {"game": "Hangs", "environment": {"time_limit_s": 0.3}},
+            "No environment answered within environment.time_limit_s in 3 rollouts in a row",
+        ),
+    ],
+)
+def test_what_cannot_be_played_ends_the_run_as_the_users(a_game: Box, changes: Any, message: str) -> None:
+    box = a_game(**changes)
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert message in box.failure["message"]
