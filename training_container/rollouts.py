@@ -74,12 +74,13 @@ Group = list[Trajectory]
 class Rollout:
     """Groups of trajectories, one group a prompt and all of one size, and what there is to say of how they came about.
 
-    counts: numbers that add up when rollouts are joined (unscored completions by cause). why_unscored: as a sentence says
-    it; "" when everything was scored. metrics: what every step made of this rollout reports.
+    counts, means: numbers that are added up, or averaged, when rollouts are joined. why_unscored: as a sentence says it; ""
+    when everything was scored. metrics: what every step made of this rollout reports.
     """
 
     groups: list[Group]
     counts: Mapping[str, float] = field(default_factory=dict)
+    means: Mapping[str, float] = field(default_factory=dict)
     why_unscored: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -99,6 +100,7 @@ class Rollout:
         return {
             "groups": [[_without_nan(asdict(each)) for each in group] for group in self.groups],
             "counts": _without_nan(self.counts),
+            "means": _without_nan(self.means),
             "why_unscored": self.why_unscored,
             "metrics": _without_nan(self.metrics),
         }
@@ -106,7 +108,8 @@ class Rollout:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Rollout:
         groups = [[Trajectory(**_with_nan(each)) for each in group] for group in saved["groups"]]
-        return cls(groups, _with_nan(saved["counts"]), saved["why_unscored"], _with_nan(saved["metrics"]))
+        numbers = {name: _with_nan(saved[name]) for name in ("counts", "means", "metrics")}
+        return cls(groups, why_unscored=saved["why_unscored"], **numbers)
 
 
 def _without_nan(value: Any) -> Any:
@@ -160,7 +163,7 @@ def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], R
     drawn = joined(parts)
     teaches = [flag for part in spread for flag in part]
     kept = sorted(range(len(teaches)), key=lambda index: not teaches[index])[: len(indices)]
-    metrics = {**describe_rewards(run, drawn), **describe_completions(drawn), **drawn.counts}
+    metrics = {**describe_rewards(run, drawn), **describe_completions(drawn), **drawn.means, **drawn.counts}
     if run.settings.sampling_rounds > 1:
         metrics |= {"sampling_rounds": len(parts), "empty_rounds": sum(not any(part) for part in spread)}
     return replace(drawn, groups=[drawn.groups[index] for index in kept], metrics=metrics)
@@ -168,12 +171,21 @@ def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], R
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
     """Several rollouts as one."""
-    names = dict.fromkeys(name for part in parts for name in part.counts)
+    counts = dict.fromkeys(name for part in parts for name in part.counts)
+    means = dict.fromkeys(name for part in parts for name in part.means)
     return Rollout(
         groups=[group for part in parts for group in part.groups],
-        counts={name: sum(part.counts.get(name, 0) for part in parts) for name in names},
+        counts={name: sum(part.counts.get(name, 0) for part in parts) for name in counts},
+        means={name: _mean_over(parts, name) for name in means},
         why_unscored=next((part.why_unscored for part in reversed(parts) if part.why_unscored), ""),
     )
+
+
+def _mean_over(parts: Sequence[Rollout], name: str) -> float:
+    """Weighted by completions; a part that has no such number does not count."""
+    found = [(part.means.get(name, NOT_SCORED), len(part.trajectories)) for part in parts]
+    known = [(value, count) for value, count in found if not math.isnan(value)]
+    return sum(value * count for value, count in known) / sum(count for _, count in known) if known else NOT_SCORED
 
 
 def _spread(run: Run, rollout: Rollout) -> list[bool]:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from microtuning_core.domain.algorithms import RewardSpec
+
 from ..custom_code import load_loss
 from ..data import Prompt, render_prompts
 from ..engine import Completion, Engine, Sampling
 from ..failures import UserFailure
 from ..reference import reference_of
-from ..rewards import Question, RewardFunction, Scores
+from ..rewards import Question, Rewards, Scores, open_rewards
 from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, window
 from ..run import Run
 from .policy import give_up_if_constant, objective_of, policy_update, say_if_nothing_was_learned, with_logprobs
@@ -67,22 +69,23 @@ def train(engine: Engine, run: Run) -> None:
 
 
 def draw(
-    engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence[Prompt], rows: Sequence[int], sampling: Sampling
+    engine: Engine, run: Run, reward: Rewards, prompts: Sequence[Prompt], rows: Sequence[int], sampling: Sampling
 ) -> Rollout:
     """A scored group of completions for each of these prompts, which are those of `rows`."""
     groups, scores = complete(engine, run, reward, prompts, sampling, run.settings.group_size)
-    values = iter(scores.values)
+    each = iter(range(len(scores.values)))
     return Rollout(
         groups=[
-            [answered(prompt, row, completion, next(values)) for completion in group]
+            [answered(prompt, row, completion, scores, next(each)) for completion in group]
             for prompt, row, group in zip(prompts, rows, groups, strict=True)
         ],
         counts=scores.counts(),
+        means=scores.metrics(),
         why_unscored=scores.why_unscored,
     )
 
 
-def answered(prompt: Prompt, row: int, completion: Completion, reward: float) -> Trajectory:
+def answered(prompt: Prompt, row: int, completion: Completion, scores: Scores, index: int) -> Trajectory:
     return Trajectory(
         row=row,
         prompt=prompt.tokens,
@@ -90,12 +93,13 @@ def answered(prompt: Prompt, row: int, completion: Completion, reward: float) ->
         sampled=[True] * len(completion.tokens),
         logprobs=completion.logprobs,
         truncated=not completion.finished,
-        reward=reward,
+        reward=scores.values[index],
+        components={name: values[index] for name, values in scores.components.items()},
     )
 
 
 def complete(
-    engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence[Prompt], sampling: Sampling, group_size: int
+    engine: Engine, run: Run, reward: Rewards, prompts: Sequence[Prompt], sampling: Sampling, group_size: int
 ) -> tuple[Groups, Scores]:
     """Completions of each prompt, and their scores in the same order."""
     with run.meter.phase("rollout"):
@@ -112,9 +116,17 @@ def complete(
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def reward_function(run: Run) -> RewardFunction:
-    reward = run.reward
-    return RewardFunction(reward.entry or "", run.job.tree.code, time_limit_s=reward.time_limit_s, seed=run.spec.seed)
+def reward_function(run: Run) -> Rewards:
+    """All parts of the run's reward, loaded and ready; for a `with`."""
+    return open_rewards(
+        run.reward,
+        run.job.tree.code,
+        seed=run.spec.seed,
+        log=run.log,
+        model_channel=run.job.tree.channel,
+        device=run.engine.device,
+        world=run.engine.world,
+    )
 
 
 def question_about(tokenizer: object, prompts: Sequence[Prompt], groups: Groups) -> Question:
@@ -134,7 +146,7 @@ def question_about(tokenizer: object, prompts: Sequence[Prompt], groups: Groups)
     )
 
 
-def evaluate(engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence[Prompt]) -> dict[str, float]:
+def evaluate(engine: Engine, run: Run, reward: Rewards, prompts: Sequence[Prompt]) -> dict[str, float]:
     """Greedy completions of held-out prompts: mean reward of the scored ones, and the share of all that are right.
 
     Raises:
@@ -147,10 +159,15 @@ def evaluate(engine: Engine, run: Run, reward: RewardFunction, prompts: Sequence
     scores = Scores.joined([complete(engine, run, reward, part, greedy, 1)[1] for part in parts])
     if not scores.scored:
         raise UserFailure(
-            f"The reward {run.reward.entry} scored none of the {len(prompts)} held-out completions: {scores.why_unscored}. "
-            "It must give a number for some of data.eval."
+            f"The reward {named(run.reward)} scored none of the {len(prompts)} held-out completions: "
+            f"{scores.why_unscored}. It must give a number for some of data.eval."
         )
     return {"eval_reward": scores.mean, "eval_accuracy": share_right(scores.values, run.reward.success_at)}
+
+
+def named(reward: RewardSpec) -> str:
+    """The reward as its owner knows it."""
+    return reward.entry or ", ".join(reward.parts)
 
 
 def share_right(values: Sequence[float], success_at: float) -> float:
