@@ -9,6 +9,7 @@
     tenants/<t>/runs/<run_id>/run.json       the record, as last written
     tenants/<t>/runs/<run_id>/config/a<NNN>/ spec.json, plan.json, hyperparameters.json
     tenants/<t>/runs/<run_id>/checkpoints/l<NN>/{progress.json, step-<n>/manifest.json, …}
+    tenants/<t>/runs/<run_id>/checkpoints/l<NN>/rollouts/step-<n>.jsonl   what was said and how it was scored
     tenants/<t>/runs/<run_id>/kept/l<NN>/step-<n>/…   checkpoints that are never pruned
     tenants/<t>/runs/<run_id>/output/
 
@@ -27,6 +28,9 @@ from microtuning_core.domain.names import check_tenant, parse_run_id
 _SPEC_SUFFIXES = (".yaml", ".yml", ".json")
 _SPEC = re.compile(r"tenants/(?P<tenant>[^/]+)/specs/(?P<file>[^/]+)")
 _COMMAND = re.compile(r"tenants/(?P<tenant>[^/]+)/commands/(?P<run_id>[^/]+)/(?P<id>[^/]+)\.json")
+# The folder of the rollout log beside the checkpoints, where the mirror to S3 carries it along.
+ROLLOUTS = "rollouts"
+_ROLLOUT_FILE = re.compile(r"step-(?P<step>\d+)\.jsonl")
 _CHECKPOINT = re.compile(
     r"tenants/(?P<tenant>[^/]+)/runs/(?P<run_id>[^/]+)/checkpoints/l(?P<lineage>\d{2,})/"
     r"(?:step-(?P<step>\d+)/manifest|progress)\.json"
@@ -110,6 +114,20 @@ def kept_prefix(run_id: str, lineage: int, step: int) -> str:
 
 def progress_key(run_id: str, lineage: int) -> str:
     return f"{checkpoints_prefix(run_id, lineage)}progress.json"
+
+
+def rollouts_prefix(run_id: str, lineage: int) -> str:
+    return f"{checkpoints_prefix(run_id, lineage)}{ROLLOUTS}/"
+
+
+def rollout_file(step: int) -> str:
+    return f"step-{step}.jsonl"
+
+
+def step_of_rollout_file(name: str) -> int | None:
+    """The step whose completions a file holds; None for any other name."""
+    match = _ROLLOUT_FILE.fullmatch(name)
+    return int(match["step"]) if match else None
 
 
 def output_prefix(run_id: str) -> str:
