@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from .engine import Engine, Example
 from .engine.layouts import plain
-from .engine.models import is_adapter, on_device
+from .engine.models import is_adapter, load_frozen
 from .failures import UserFailure
 from .run import Run
 
@@ -42,18 +41,6 @@ def reference_of(engine: Engine, run: Run) -> Reference | None:
         )
     model = load_frozen(base_source(run), run.spec.model.revision, engine.device)
     return partial(Frozen(model, engine).forward, temperature=settings.temperature)
-
-
-def load_frozen(source: str, revision: str | None, device: torch.device) -> Any:
-    """The causal LM at `source` (directory or hub id): float32 on a CPU, bfloat16 on an accelerator."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision or "main", dtype=dtype, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise UserFailure(f"The model {source!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return on_device(model, device)
 
 
 def base_source(run: Run) -> str:

@@ -3,7 +3,8 @@
 One trajectory, as a checkpoint inside a window of several updates keeps it:
 
     {"row": 3, "prompt": [11, 5], "completion": [7, 9, 1], "sampled": [true, true, true], "logprobs": [-1.5, -0.25, -3.0],
-     "truncated": false, "reward": 0.5, "components": {"format": 1.0}, "old_logprobs": [], "reference_logprobs": []}
+     "truncated": false, "reward": 0.5, "components": {"format": 1.0}, "notes": {}, "old_logprobs": [],
+     "reference_logprobs": []}
 
 Log-probabilities are float32, which Python's floats and JSON hold exactly: a rollout that was read back trains to the same
 bits. A reward of NaN stands for "not scored", and is null in JSON.
@@ -21,9 +22,12 @@ import torch
 from torch import Tensor
 
 from microtuning_core.domain.algorithms import RewardSpec
+from microtuning_core.domain.datasets import Row
 
-from .advantages import has_spread
+from .advantages import group_advantages, has_spread
 from .engine import Example
+from .health import watch
+from .rollout_log import RolloutLog, Said
 from .run import Run
 
 NOT_SCORED = math.nan
@@ -36,7 +40,8 @@ class Trajectory:
     row: index of the prompt's row. completion: all tokens after the prompt; sampled: which of them the model drew.
     logprobs, old_logprobs, reference_logprobs: one a drawn token, in order: under the distribution it was drawn from, and
         (where they are needed) under the policy before the rollout's first update and under the reference.
-    truncated: it did not end by itself. reward: NaN when not scored. components: of the reward, by name, for showing.
+    truncated: it did not end by itself. reward: NaN when not scored. components, notes: numbers and texts beside the
+        reward, for showing; notes are not kept in checkpoints.
     """
 
     row: int
@@ -47,6 +52,7 @@ class Trajectory:
     truncated: bool = False
     reward: float = NOT_SCORED
     components: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
     old_logprobs: list[float] = field(default_factory=list)
     reference_logprobs: list[float] = field(default_factory=list)
 
@@ -68,6 +74,7 @@ class Trajectory:
 
 
 Group = list[Trajectory]
+Texts = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class Rollout:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "groups": [[_without_nan(asdict(each)) for each in group] for group in self.groups],
+            "groups": [[_without_nan(asdict(each) | {"notes": {}}) for each in group] for group in self.groups],
             "counts": _without_nan(self.counts),
             "means": _without_nan(self.means),
             "why_unscored": self.why_unscored,
@@ -143,7 +150,14 @@ def recall_or_draw(run: Run, indices: Sequence[int], draw: Callable[[Sequence[in
     return rollout
 
 
-def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], Rollout], *, rows: int) -> Rollout:
+def roll_out(
+    run: Run,
+    indices: Sequence[int],
+    draw: Callable[[Sequence[int]], Rollout],
+    *,
+    rows: int,
+    tell: Callable[[Rollout], None] | None = None,
+) -> Rollout:
     """A group for each of these rows; further rows in place of groups that teach nothing, in `sampling_rounds` at most.
 
     As in DAPO (arXiv:2503.14476, sec. 3.2), but bounded: when the rounds or the rows are at an end, groups without spread
@@ -152,6 +166,7 @@ def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], R
 
     Args:
         draw: gives scored groups for these of the data's `rows` rows.
+        tell: is told of all that was drawn (`told`).
     """
     parts = [draw(indices)]
     spread = [_spread(run, parts[0])]
@@ -166,7 +181,9 @@ def roll_out(run: Run, indices: Sequence[int], draw: Callable[[Sequence[int]], R
     metrics = {**describe_rewards(run, drawn), **describe_completions(drawn), **drawn.means, **drawn.counts}
     if run.settings.sampling_rounds > 1:
         metrics |= {"sampling_rounds": len(parts), "empty_rounds": sum(not any(part) for part in spread)}
-    return replace(drawn, groups=[drawn.groups[index] for index in kept], metrics=metrics)
+    if tell:
+        tell(drawn)
+    return replace(drawn, groups=[drawn.groups[index] for index in kept], metrics=watch(run, metrics))
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
@@ -241,6 +258,47 @@ def describe_completions(rollout: Rollout) -> dict[str, float]:
         "frac_duplicate_completions": repeated / len(all_of_them),
         "entropy": -math.fsum(value for each in all_of_them for value in each.logprobs) / tokens,
     }
+
+
+def told(
+    run: Run,
+    rollout: Rollout,
+    log: RolloutLog,
+    rows: Sequence[Row],
+    texts: Callable[[Sequence[Trajectory]], list[Texts]],
+) -> None:
+    """Put every completion of the coming step into the rollout log, with its scores and its advantage.
+
+    Args:
+        rows: of the data; a trajectory's `row` is an index into them.
+        texts: prompt and completion of each trajectory, as a person reads them.
+    """
+    if not run.engine.world.is_main:
+        return
+    advantages_P_G = group_advantages(rewards_P_G(rollout.groups, run.settings), run.settings.advantage)
+    each = zip(rollout.trajectories, texts(rollout.trajectories), advantages_P_G.flatten().tolist(), strict=True)
+    log.write(
+        run.state.step + 1,
+        [
+            Said(
+                row=f"{rows[one.row].file}:{rows[one.row].line}",
+                prompt=prompt,
+                completion=completion,
+                reward=one.reward,
+                components=one.components,
+                notes=one.notes,
+                advantage=advantage,
+                truncated=one.truncated,
+                tokens=one.sampled_tokens,
+            )
+            for one, (prompt, completion), advantage in each
+        ],
+    )
+
+
+def rollout_log(run: Run) -> RolloutLog:
+    share = run.spec.reward.log_share if run.spec.reward else RewardSpec.model_fields["log_share"].default
+    return RolloutLog(run.job.tree.checkpoints, seed=run.spec.seed, share=share)
 
 
 # --- updates -----------------------------------------------------------------------------------------------------------

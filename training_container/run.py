@@ -55,7 +55,8 @@ class LoopState:
     after, update, memory: inside a window of several updates: the cursor after its rows, the updates done, and whatever
     the recipe must find again. warm_step, warm_cursor: the supervised phase before it. constant_steps: steps in a row
     without any spread of reward.
-    skipped_steps: steps in a row whose gradient was not finite. eval_before, first: metrics kept for the end.
+    skipped_steps: steps in a row whose gradient was not finite. health: what its warnings compare with (health.py).
+    eval_before, eval_after: metrics kept for the end.
     """
 
     step: int = 0
@@ -67,6 +68,7 @@ class LoopState:
     warm_cursor: Cursor = field(default_factory=Cursor)
     constant_steps: int = 0
     skipped_steps: int = 0
+    health: dict[str, Any] = field(default_factory=dict)
     eval_before: dict[str, float] = field(default_factory=dict)
     eval_after: dict[str, float] = field(default_factory=dict)
     finished: bool = False

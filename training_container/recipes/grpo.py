@@ -14,6 +14,8 @@ from a reference is paid for. The reference is never replaced: it is the model a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from microtuning_core.domain.algorithms import RewardSpec
 
@@ -23,7 +25,7 @@ from ..engine import Completion, Engine, Sampling
 from ..failures import UserFailure
 from ..reference import reference_of
 from ..rewards import Question, Rewards, Scores, open_rewards
-from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, window
+from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, rollout_log, told, window
 from ..run import Run
 from .policy import give_up_if_constant, objective_of, policy_update, say_if_nothing_was_learned, with_logprobs
 from .supervised import warm_start
@@ -45,13 +47,18 @@ def train(engine: Engine, run: Run) -> None:
     loss, objective, reference = load_loss(run), objective_of(engine, run), reference_of(engine, run)
     groups, updates = window(settings)
 
+    log = rollout_log(run)
+
     with reward_function(run) as reward:
 
         def answers(indices: Sequence[int]) -> Rollout:
             return draw(engine, run, reward, [prompts[index] for index in indices], indices, sampling)
 
+        def tell(rollout: Rollout) -> None:
+            told(run, rollout, log, [prompt.row for prompt in prompts], partial(texts_of, engine.tokenizer, prompts))
+
         def scored_rollout(indices: Sequence[int]) -> Rollout:
-            rollout = roll_out(run, indices, answers, rows=len(prompts))
+            rollout = roll_out(run, indices, answers, rows=len(prompts), tell=tell)
             return with_logprobs(engine, run, rollout, objective, reference=reference, loss=loss)
 
         warm_start(engine, run)
@@ -95,7 +102,16 @@ def answered(prompt: Prompt, row: int, completion: Completion, scores: Scores, i
         truncated=not completion.finished,
         reward=scores.values[index],
         components={name: values[index] for name, values in scores.components.items()},
+        notes={name: values[index] for name, values in scores.notes.items() if values[index] is not None},
     )
+
+
+def texts_of(tokenizer: Any, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[tuple[Any, str]]:
+    """Prompt and completion of each, for a person to read: special tokens are shown."""
+    completions = tokenizer.batch_decode([each.completion for each in trajectories])
+    return [
+        (prompts[each.row].row.values["prompt"], text) for each, text in zip(trajectories, completions, strict=True)
+    ]
 
 
 def complete(
