@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +142,31 @@ def test_a_full_disk_under_a_loop_is_the_machines(a_box: Box, rows: Rows, monkey
     monkeypatch.setattr("training_container.checkpoints._seal", full)
     assert box.work() == 1
     assert box.failure == {"class": "platform", "message": "OSError: [Errno 28] No space left on device"}
+
+
+# --- docs/custom.md --------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def examples_of(page: str) -> dict[str, str]:
+    """The Python blocks of a page, by the file name in their first line."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    return dict(blocks)
+
+
+def test_the_loop_of_the_docs_raises_its_reward(a_box: Box, rows: Rows) -> None:
+    algorithm = CUSTOM | {"options": {"tokens": 4}, "epochs": 4, "batch_size": 8}
+    box = a_box(algorithm=algorithm, rows=rows(64), code={"loop.py": examples_of("custom.md")["loop.py"]})
+    assert box.work() == 0
+    rewards = [event["reward"] for event in box.of("metrics")]
+    assert len(rewards) == 32
+    assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
+
+
+def test_every_public_name_is_in_the_docs() -> None:
+    from training_container import api
+
+    page = (DOCS / "custom.md").read_text("utf-8")
+    names = page.partition("### Names to import")[2]
+    assert [name for name in api.__all__ if f"`{name}`" not in names] == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +205,15 @@ def test_a_users_loss_is_taken_in_place_of_the_recipes(a_game: Box) -> None:
     assert box.work() == 0
     assert {event["loss"] for event in box.of("metrics")} == {0.0}
     assert box.of("metrics")[0]["rows"] == 16
+
+
+def test_the_game_of_the_docs_is_played(a_game: Box) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
+    (source,) = re.findall(r"```python\n# games\.py\n(.*?)```", page, re.DOTALL)
+    box = a_game("Guess", rows=[{"prompt": "0123456789"}] * 8, options={"highest": 5}, algorithm={"max_length": 128})
+    (box.tree.channel("code") / "games.py").write_text(source, encoding="utf-8")
+    assert box.work() == 0
+    assert 1 <= box.of("metrics")[0]["turns"] <= 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from microtuning_core.domain.datasets import Row
 
@@ -29,8 +30,8 @@ from ..environments.pool import episode_seed
 from ..environments.transcript import Transcript
 from ..failures import UserFailure
 from ..reference import reference_of
-from ..rewards import NOT_SCORED, Question, RewardFunction, Scores
-from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, success_at, window
+from ..rewards import NOT_SCORED, Question, Rewards, Scores
+from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, rollout_log, success_at, told, window
 from ..run import Run
 from .grpo import reward_function, share_right
 from .policy import give_up_if_constant, objective_of, policy_update, say_if_nothing_was_learned, with_logprobs
@@ -46,13 +47,18 @@ def train(engine: Engine, run: Run) -> None:
     objective = objective_of(engine, run, turns=run.spec.environment.max_steps)
     groups, updates = window(settings)
 
+    log = rollout_log(run)
+
     with open_stage(engine, run) as stage, optional_reward(run) as reward:
 
         def episodes(indices: Sequence[int]) -> Rollout:
             return draw(stage, run, reward, {index: rows[index] for index in indices}, sampling)
 
+        def tell(rollout: Rollout) -> None:
+            told(run, rollout, log, rows, partial(texts_of, engine.tokenizer))
+
         def scored_rollout(indices: Sequence[int]) -> Rollout:
-            rollout = per_episode(roll_out(run, indices, episodes, rows=len(rows)))
+            rollout = roll_out(run, indices, episodes, rows=len(rows), tell=tell)
             return with_logprobs(engine, run, rollout, objective, reference=reference, loss=loss)
 
         warm_start(engine, run)
@@ -85,7 +91,7 @@ def usable_rows(engine: Engine, run: Run) -> list[Row]:
 
 
 @contextmanager
-def optional_reward(run: Run) -> Iterator[RewardFunction | None]:
+def optional_reward(run: Run) -> Iterator[Rewards | None]:
     """The reward function that scores whole episodes beside their environment, where the spec names one."""
     if run.spec.reward is None:
         yield None
@@ -97,31 +103,35 @@ def optional_reward(run: Run) -> Iterator[RewardFunction | None]:
 # --- rollouts --------------------------------------------------------------------------------------------------------
 
 
-def draw(stage: Stage, run: Run, reward: RewardFunction | None, rows: Mapping[int, Row], sampling: Sampling) -> Rollout:
+def draw(stage: Stage, run: Run, reward: Rewards | None, rows: Mapping[int, Row], sampling: Sampling) -> Rollout:
     """A scored group of episodes for each of these rows (by index). An episode's chance follows from step and row."""
     size = run.settings.group_size
     seeds = [episode_seed(run.spec.seed, f"{run.state.step}/{index}") for index in rows]
     with run.meter.phase("rollout"):
         transcripts = play(stage, list(rows.values()), seeds, sampling, group_size=size)
     scores = score(stage, run, reward, transcripts)
+    worth = totals(transcripts, scores)
+    of_rows = [index for index in rows for _ in range(size)]
     trajectories = [
-        as_trajectory(transcript, row, value)
-        for transcript, row, value in zip(
-            transcripts, (index for index in rows for _ in range(size)), totals(transcripts, scores), strict=True
+        as_trajectory(transcript, row, value, parts)
+        for transcript, row, value, parts in zip(
+            transcripts, of_rows, worth, components(transcripts, scores), strict=True
         )
     ]
     run.meter.count(
         prefill=sum(each.prompt_tokens for each in transcripts),
         sampled=sum(each.sampled_tokens for each in transcripts),
     )
+    timed_out = sum(each.timed_out for each in transcripts)
     return Rollout(
         groups=[trajectories[start : start + size] for start in range(0, len(trajectories), size)],
-        counts=sums(transcripts) | (scores.counts() if scores else {}),
+        counts=({"episodes_timed_out": timed_out} if timed_out else {}) | (scores.counts() if scores else {}),
+        means=per_episode(transcripts) | (scores.metrics() if scores else {}),
         why_unscored=why_unscored(transcripts, scores),
     )
 
 
-def as_trajectory(transcript: Transcript, row: int, reward: float) -> Trajectory:
+def as_trajectory(transcript: Transcript, row: int, reward: float, parts: Mapping[str, float]) -> Trajectory:
     start = transcript.prompt_tokens
     return Trajectory(
         row=row,
@@ -131,31 +141,29 @@ def as_trajectory(transcript: Transcript, row: int, reward: float) -> Trajectory
         logprobs=transcript.logprobs,
         truncated=not transcript.finished,
         reward=reward,
+        components=parts,
     )
 
 
-def sums(transcripts: Sequence[Transcript]) -> dict[str, float]:
-    """What adds up over rollouts: episodes, their turns, the environment's own metrics, and what timed out."""
-    found: dict[str, float] = {"episodes": len(transcripts), "turns": sum(each.turns for each in transcripts)}
+def per_episode(transcripts: Sequence[Transcript]) -> dict[str, float]:
+    """Means over the episodes: turns, and the environment's own metrics, each the sum over an episode's turns."""
+    found: dict[str, float] = {"turns": sum(each.turns for each in transcripts)}
     for each in transcripts:
         for name, value in each.metrics.items():
             found[f"environment_{name}"] = found.get(f"environment_{name}", 0.0) + value
-    timed_out = sum(each.timed_out for each in transcripts)
-    return found | ({"episodes_timed_out": timed_out} if timed_out else {})
+    return {name: value / len(transcripts) for name, value in found.items()}
 
 
-def per_episode(rollout: Rollout) -> Rollout:
-    """Turns and the environment's own metrics as means over the episodes that were drawn."""
-    metrics = dict(rollout.metrics)
-    episodes = metrics.pop("episodes")
-    averaged = [name for name in metrics if name == "turns" or name.startswith("environment_")]
-    return replace(rollout, metrics=metrics | {name: metrics[name] / episodes for name in averaged})
+def texts_of(tokenizer: Any, trajectories: Sequence[Trajectory]) -> list[tuple[Any, str]]:
+    """How each began and how it went on, for a person to read: special tokens are shown."""
+    began = tokenizer.batch_decode([each.prompt for each in trajectories])
+    return list(zip(began, tokenizer.batch_decode([each.completion for each in trajectories]), strict=True))
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def score(stage: Stage, run: Run, reward: RewardFunction | None, transcripts: Sequence[Transcript]) -> Scores | None:
+def score(stage: Stage, run: Run, reward: Rewards | None, transcripts: Sequence[Transcript]) -> Scores | None:
     """What the reward function says of whole episodes; None where there is none.
 
     Raises:
@@ -200,6 +208,16 @@ def totals(transcripts: Sequence[Transcript], scores: Scores | None) -> list[flo
     return [(each.total or 0.0) + value for each, value in zip(transcripts, scores.values, strict=True)]
 
 
+def components(transcripts: Sequence[Transcript], scores: Scores | None) -> list[dict[str, float]]:
+    """What an episode's worth is made of, where it is made of more than its environment's rewards."""
+    if scores is None:
+        return [{} for _ in transcripts]
+    return [
+        {"environment": each.total or 0.0} | {name: values[index] for name, values in scores.components.items()}
+        for index, each in enumerate(transcripts)
+    ]
+
+
 def why_unscored(transcripts: Sequence[Transcript], scores: Scores | None) -> str:
     """As a sentence says it."""
     timed_out = sum(each.timed_out for each in transcripts)
@@ -214,7 +232,7 @@ def why_unscored(transcripts: Sequence[Transcript], scores: Scores | None) -> st
     return ", ".join([*parts, *([scores.why_unscored] if scores and scores.why_unscored else [])])
 
 
-def evaluate(stage: Stage, run: Run, reward: RewardFunction | None, rows: Sequence[Row]) -> dict[str, float]:
+def evaluate(stage: Stage, run: Run, reward: Rewards | None, rows: Sequence[Row]) -> dict[str, float]:
     """One episode of each held-out row, the likeliest token each time, and the same chance every time it is asked.
 
     Raises:
