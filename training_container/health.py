@@ -2,7 +2,7 @@
 
 A sign is judged by the mean of the last 5 rollouts, so that one odd batch says nothing. It is told when the line is
 crossed, again only after it was back on the good side, and 3 times a run at most. What a run looked like at its start
-(`first`) is the mean of its first 5 rollouts. All of it is part of a checkpoint: a resumed run says what it would have said.
+(`first`) is the mean of its first 5 rollouts. All of it is part of a checkpoint: a resumed run says what it would have.
 
 To add a sign: its number in the metrics of a rollout (rollouts.py) or in `compared`, and its line in SIGNS.
 """
