@@ -178,7 +178,7 @@ def as_answer(value: Any, index: int) -> Answer:
     return Answer(as_number(value[key], index), numbers, notes)
 
 
-def as_number(value: Any, index: int) -> float | None:
+def as_number(value: Any, index: int | str) -> float | None:
     """None abstains; Python, numpy and torch numbers, bool, Decimal and Fraction count as floats; nothing else does."""
     if value is None:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..failures import UserFailure
 from .process import FunctionReward
 from .scores import Answers, Question, Reward, Scores, combined
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from ..engine.parallel import World
     from ..metrics import EventLog
+
+
+_MAX_IN_VAIN = 3
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def open_rewards(
     if world is None or world.is_main:
         try:
             for name, part in spec.named_parts.items():
-                opened[name] = open_part(name, part, around)
+                opened[name] = Patient(open_part(name, part, around), part.entry, spec.time_limit_s)
         except BaseException:
             Rewards(opened, weights).close()
             raise
@@ -102,8 +106,57 @@ def open_rewards(
 
 
 def open_part(name: str, part: RewardPart, around: Surroundings) -> Reward:
-    """What an entry stands for. Kinds that need a heavy library import it here."""
-    return FunctionReward(part.entry, around.code, time_limit_s=around.time_limit_s, seed=around.seed)
+    """What an entry stands for. To add a kind: a file beside this one, and its line here. Heavy libraries wait for it."""
+    entry, limit_s = part.entry, around.time_limit_s
+    if entry.startswith(("http://", "https://")):
+        from .http import HttpReward
+
+        return HttpReward(entry, time_limit_s=limit_s)
+    if entry.startswith("arn:"):
+        from ..remote.lambda_reward import LambdaReward
+
+        return LambdaReward(entry, time_limit_s=limit_s)
+    if part.judge is not None:
+        from .judge import FOLDER, JudgeReward
+
+        keep = around.keep / FOLDER if around.keep else None
+        key = _key_named(part.judge.key_name) if part.judge.key_name else None
+        return JudgeReward(name, part.judge, time_limit_s=limit_s, keep=keep, key=key)
+    return FunctionReward(entry, around.code, time_limit_s=limit_s, seed=around.seed)
+
+
+def _key_named(name: str) -> str:
+    from ..remote.secrets import key_named
+
+    return key_named(name)
+
+
+class Patient:
+    """A part that may fail to answer a few times, and not for ever."""
+
+    def __init__(self, reward: Reward, entry: str, time_limit_s: float) -> None:
+        self._reward, self._entry, self._time_limit_s = reward, entry, time_limit_s
+        self._in_vain = 0
+
+    def score(self, question: Question, *, step: int) -> Answers:
+        """As Reward.score.
+
+        Raises:
+            UserFailure: as there; or three steps in a row not one completion got an answer.
+        """
+        answers = self._reward.score(question, step=step)
+        nothing = bool(answers.each) and all(each.timed_out for each in answers.each)
+        self._in_vain = self._in_vain + 1 if nothing else 0
+        if self._in_vain >= _MAX_IN_VAIN:
+            cause = f": {answers.cause}" if answers.cause else ""
+            raise UserFailure(
+                f"The reward {self._entry} gave no score within reward.time_limit_s = {self._time_limit_s:g} s in "
+                f"{self._in_vain} steps in a row{cause}. Make it faster or raise the limit."
+            )
+        return answers
+
+    def close(self) -> None:
+        self._reward.close()
 
 
 class RewardFunction(Rewards):
@@ -111,4 +164,4 @@ class RewardFunction(Rewards):
 
     def __init__(self, entry: str, code: Path, *, time_limit_s: float, seed: int = 0) -> None:
         reward = FunctionReward(entry, code, time_limit_s=time_limit_s, seed=seed)
-        super().__init__({"reward": reward}, {"reward": 1.0})
+        super().__init__({"reward": Patient(reward, entry, time_limit_s)}, {"reward": 1.0})

@@ -29,7 +29,6 @@ from .scores import TIMED_OUT, Answer, Answers, Question
 _LOAD_LIMIT_S = 300.0
 # After something timed out: what one completion may take, and how long to go on trying, as shares of the limit.
 _SINGLE_SHARE, _RETRY_SHARE = 0.25, 2.0
-_MAX_ALL_TIMED_OUT = 3
 # A function of one completion that takes longer than this for all of them gets further processes.
 _PAYS_FROM_S = 1.0
 
@@ -50,24 +49,21 @@ class FunctionReward:
     """
 
     def __init__(self, entry: str, code: Path, *, time_limit_s: float, seed: int = 0) -> None:
-        self._entry, self._time_limit_s = entry, time_limit_s
         self._make = partial(_Process, entry, code, time_limit_s=time_limit_s, seed=seed)
         self._processes = [self._make()]
         self._processes[0].start()
         self._threads = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="reward")
-        self._all_timed_out = 0
 
     def score(self, question: Question, *, step: int) -> Answers:
         """As Reward.score.
 
         Raises:
-            UserFailure: as there, with the user's file and line. Or three calls in a row timed out for every completion.
+            UserFailure: as there, with the user's file and line.
         """
         began_s = time.monotonic()
         answers = Answers.joined(self._asked(question, step))
         if self._processes[0].form == "one" and time.monotonic() - began_s > _PAYS_FROM_S:
             self._processes += [self._make() for _ in range((os.cpu_count() or 1) - len(self._processes))]
-        self._give_up_if_nothing_comes(answers)
         return answers
 
     def _asked(self, question: Question, step: int) -> list[Answers]:
@@ -79,15 +75,6 @@ class FunctionReward:
             for process, start, stop in zip(self._processes, edges, edges[1:], strict=False)
         ]
         return [each.result() for each in work]
-
-    def _give_up_if_nothing_comes(self, answers: Answers) -> None:
-        nothing = bool(answers.each) and all(each.timed_out for each in answers.each)
-        self._all_timed_out = self._all_timed_out + 1 if nothing else 0
-        if self._all_timed_out >= _MAX_ALL_TIMED_OUT:
-            raise UserFailure(
-                f"The reward {self._entry} gave no score within reward.time_limit_s = {self._time_limit_s:g} s in "
-                f"{self._all_timed_out} steps in a row. Make it faster or raise the limit."
-            )
 
     def close(self) -> None:
         for process in self._processes:

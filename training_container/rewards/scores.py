@@ -69,15 +69,20 @@ TIMED_OUT = Answer(None, timed_out=True)
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one part, one a completion. metrics: numbers about all of them, as the user's function logged them."""
+    """Of one part, one a completion.
+
+    metrics: numbers about all of them, as the user's function logged them. cause: why some did not come, where it is known.
+    """
 
     each: list[Answer]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    cause: str = ""
 
     @classmethod
     def joined(cls, parts: Sequence[Answers]) -> Answers:
         """One after the other; metrics are means."""
-        return cls([each for part in parts for each in part.each], mean_of([part.metrics for part in parts]))
+        each = [each for part in parts for each in part.each]
+        return cls(each, mean_of([part.metrics for part in parts]), next((p.cause for p in parts if p.cause), ""))
 
 
 class Reward(Protocol):
