@@ -42,8 +42,9 @@ class ToolsEpisode:
 
     def __init__(self, environment: Any, settle: Awaiter) -> None:
         self._environment, self._settle = environment, settle
-        names = [name for name in dir(environment) if not name.startswith("_") and name not in _NOT_TOOLS]
-        self._tools = {name: tool for name in names if inspect.ismethod(tool := getattr(environment, name))}
+        # Asked of the class: a property of the object would be computed.
+        names = [name for name in dir(type(environment)) if not name.startswith("_") and name not in _NOT_TOOLS]
+        self._tools = {name: getattr(environment, name) for name in names if _is_method(type(environment), name)}
 
     def begin(self, row: Mapping[str, Any]) -> Turn:
         by_position, by_name = accepted(self._environment.reset, row)
@@ -77,6 +78,10 @@ class ToolsEpisode:
         if not hasattr(self._environment, "get_reward"):
             return None
         return as_reward(self._settle(self._environment.get_reward()), "get_reward")
+
+
+def _is_method(kind: type, name: str) -> bool:
+    return inspect.isroutine(inspect.getattr_static(kind, name))
 
 
 # --- schemas -----------------------------------------------------------------------------------------------------------

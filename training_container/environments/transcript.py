@@ -172,7 +172,7 @@ class Scribe:
                     messages, tools=tools or None, tokenize=False, add_generation_prompt=True
                 )
             )
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserFailure(f"The model's chat template cannot render messages of {roles}: {error}") from error
 

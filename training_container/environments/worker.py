@@ -55,18 +55,18 @@ def serve(channel: socket.socket, entry: str, code: Path, options: dict[str, Any
         if not descriptors:
             return  # the trainer is done
         with socket.socket(fileno=descriptors[0]) as seat:
-            pid = os.fork()
+            parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 channel.close()
-                play(seat, factory, code, options)
+                play(seat, factory, code, options, parent)
         send(channel, {"pid": pid})
 
 
-def play(channel: socket.socket, factory: Factory, code: Path, options: dict[str, Any]) -> None:
+def play(channel: socket.socket, factory: Factory, code: Path, options: dict[str, Any], parent: int) -> None:
     """One episode after the other, until the trainer is done; never returns."""
     status = 1
     try:
-        die_with_parent(os.getppid())
+        die_with_parent(parent)
         os.setsid()  # so that it can be killed with what it started
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stay_until_told(signal.SIGTERM)
