@@ -181,3 +181,57 @@ def test_a_number_that_is_not_finite_is_refused_by_line(number):
     with pytest.raises(InvalidData, match="line 2") as raised:
         read_rows("x.jsonl", b'{"prompt": "a"}\n{"prompt": "b", "weight": ' + number.encode() + b"}\n")
     assert raised.value.line == 2
+
+
+# --- preferences and labels ------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+CHAT_PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "no"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        (PAIR, "preference"),
+        (CHAT_PAIR, "chat_preference"),
+        ({key: [USER, *CHAT_PAIR[key]] for key in ("chosen", "rejected")}, "chat_preference"),
+        ({"prompt": "2+2=", "completion": "5", "label": False}, "labelled"),
+        ({"prompt": [USER], "completion": [ASSISTANT], "label": True}, "chat_labelled"),
+        ({"prompt": "2+2=", "completion": "5", "label": "no"}, "prompt_completion"),
+        ({"chosen": "4", "rejected": "5"}, "unknown"),
+        ({"prompt": "2+2=", "chosen": "4"}, "unknown"),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": 5}, "unknown"),
+        ({"prompt": "2+2=", "chosen": [ASSISTANT], "rejected": [ASSISTANT]}, "unknown"),
+    ],
+)
+def test_pairs_and_labels_have_shapes_of_their_own(row: dict[str, Any], shape: str) -> None:
+    assert row_shape(row) == shape
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "orpo", "reward"])
+def test_preference_algorithms_take_pairs_and_name_the_row_that_is_none(algorithm: str) -> None:
+    check_rows(rows_of(PAIR, PAIR), algorithm, "train.jsonl")
+    with pytest.raises(InvalidData, match=f"train.jsonl, line 2.*{algorithm} needs `prompt`, `chosen` and `rejected`"):
+        check_rows(rows_of(PAIR, SUMS[0]), algorithm, "train.jsonl")
+    with pytest.raises(InvalidData, match="the same chosen and rejected"):
+        check_rows(rows_of(PAIR | {"rejected": "4"}), algorithm, "train.jsonl")
+
+
+def test_kto_takes_labels_and_pairs_and_refuses_a_completion_without_a_label() -> None:
+    check_rows(rows_of(PAIR, SUMS[0] | {"label": True}), "kto", "train.jsonl")
+    with pytest.raises(InvalidData, match="kto needs `prompt`, `completion` and `label`"):
+        check_rows(rows_of(SUMS[0]), "kto", "train.jsonl")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "distillation"])
+def test_whoever_draws_needs_a_prompt(algorithm: str) -> None:
+    check_rows(rows_of(PAIR, SUMS[0]), algorithm, "train.jsonl")
+    with pytest.raises(InvalidData, match="no prompt of its own"):
+        check_rows(rows_of({key: CHAT_PAIR[key] for key in ("chosen", "rejected")}), algorithm, "train.jsonl")
+    with pytest.raises(InvalidData, match="empty prompt"):
+        check_rows(rows_of({"prompt": ""}), algorithm, "train.jsonl")
+
+
+@pytest.mark.parametrize("algorithm", ["multi_turn", "custom", "script"])
+def test_the_users_own_code_knows_its_own_rows(algorithm: str) -> None:
+    check_rows(rows_of({"start": 3}, {"goal": [1, 2]}), algorithm, "train.jsonl")

@@ -47,6 +47,23 @@ def test_a_base_model_trains_an_adapter_unless_told_otherwise():
     assert parse_spec(a_document(model={"base": "Qwen/Qwen3-0.6B"})).model.effective_adapter == "lora"
 
 
+@pytest.mark.parametrize(
+    "entry",
+    ["reasoning_gym:leg_counting", "arn:aws:lambda:us-east-1:123456789012:function:grade", "https://grader.example/v1",
+     "model:s3://bucket/tenants/default/runs/r/m/"],
+)  # fmt: skip
+def test_a_reward_that_lies_elsewhere_needs_no_code(entry):
+    assert parse_spec(a_document(reward={"entry": entry}, code=None)).reward.named_parts["reward"].entry == entry
+
+
+def test_a_reward_model_and_a_teacher_are_among_what_the_job_reads():
+    model, teacher = f"{DATA[:-11]}m/", f"{DATA[:-11]}t/"
+    parts = {"good": {"entry": f"model:{model}", "weight": 2}, "short": {"entry": "rewards:short", "weight": 0}}
+    assert ("reward.parts.good.entry", model) in locations(parse_spec(a_document(reward={"parts": parts})))
+    distilled = a_document(algorithm={"type": "distillation", "teacher": {"base": teacher}}, reward=None)
+    assert ("algorithm.teacher.base", teacher) in locations(parse_spec(distilled))
+
+
 def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
     document = a_document(
         algorithm={"type": "grpo", "batch_size": 10, "group_size": 4, "lerning_rate": 1}, data={"train": "s3://b/../x"}
@@ -63,17 +80,38 @@ def test_every_problem_is_reported_by_field_and_by_the_nearest_line():
     [
         ({"model": {}}, "model", "exactly one of arch"),
         ({"model": {"arch": "Transformer", "base": "x"}}, "model", "exactly one of arch"),
-        ({"model": {"base": "/home/me/model"}}, "model", "fit\\(\\) uploads a local directory"),
-        ({"model": {"arch": "Transformer", "adapter": "qlora"}}, "model.adapter", "use lora"),
+        ({"model": {"base": "/home/me/model"}}, "model.base", "fit\\(\\) uploads a local directory"),
+        ({"model": {"arch": "Transformer", "adapter": "qlora"}}, "model.adapter", "nothing to adapt"),
         ({"algorithm": {"type": "grpo", "batch_size": 10, "group_size": 4}}, "algorithm", "multiple of group_size"),
-        ({"algorithm": {"type": "magic"}}, "algorithm", "one of sft, grpo, script"),
+        ({"algorithm": {"type": "magic"}}, "algorithm", "one of sft, dpo, kto"),
         ({"algorithm": {}}, "algorithm", "needs a type"),
         ({"compute": {"spot": "maybe"}}, "compute.spot", "auto"),
         ({"compute": {"fallbacks": ["ml.x", "ml.y"]}}, "compute", "ml.x, ml.y"),
         ({"compute": 3}, "compute", "mapping"),
         ({"reward": None}, "reward", "needs a reward"),
-        ({"code": None}, "code", "needs the code"),
+        ({"code": None}, "code", "reward.entry is code of yours"),
         ({"environment": {"max_steps": 3}}, "environment.max_steps", "one turn"),
+        ({"environment": {"entry": "games:Guess"}}, "environment.entry", "multi_turn does"),
+        ({"algorithm": {"type": "multi_turn"}}, "environment.entry", "needs an environment"),
+        ({"algorithm": {"type": "sft"}}, "reward", "learns from its rows"),
+        ({"algorithm": {"type": "reward"}, "reward": None, "loss": {"entry": "a:b"}}, "loss", "takes no loss of yours"),
+        ({"algorithm": {"type": "custom", "entry": "a:b"}, "reward": None, "code": None}, "code", "algorithm.entry"),
+        (
+            {"algorithm": {"type": "dpo", "reference": "adapter_off"}, "reward": None},
+            "algorithm.reference",
+            "no adapter",
+        ),
+        ({"algorithm": {"type": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "reward": None}, "algorithm", "sigmoid"),
+        ({"algorithm": {"type": "distillation"}, "reward": None}, "algorithm.teacher", "is missing"),
+        ({"model": {"arch": "Transformer", "merge": True}}, "model.merge", "none is trained"),
+        (
+            {"model": {"base": "a/b", "adapter": "qlora"}, "compute": {"instance": "ml.m5.large"}},
+            "model.adapter",
+            "no GPU",
+        ),
+        ({"reward": {}}, "reward", "exactly one of entry"),
+        ({"reward": {"entry": "judge"}}, "reward", "go together"),
+        ({"reward": {"parts": {"a": {"entry": "nonsense"}}}}, "reward.parts.a.entry", "match pattern"),
         ({"compute": {"instance": "ml.g5.tiny"}}, "compute", "not in the catalog"),
         ({"compute": {"count": 2}}, "compute.count", "less than or equal to 1"),
         ({"name": "  "}, "name", "run name"),
@@ -175,8 +213,11 @@ def test_a_number_that_json_does_not_have_is_refused_wherever_it_stands(path, nu
         {"name": "a\ud800"},
         {"environment_variables": {"A": "\ud800"}},
         {"environment_variables": {"A": "a\0b"}},
-        {"algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"deep": [{"x": float("inf")}]}}},
-        {"algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"x\0": 1}}},
+        {
+            "algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"deep": [{"x": float("inf")}]}},
+            "reward": None,
+        },
+        {"algorithm": {"type": "script", "entry": "a.py", "hyperparameters": {"x\0": 1}}, "reward": None},
     ],
 )
 def test_text_and_numbers_that_cannot_be_stored_are_refused_by_field(changes):

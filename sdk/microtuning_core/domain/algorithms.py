@@ -201,8 +201,9 @@ Algorithm = Annotated[
     Field(discriminator="type"),
 ]
 ALGORITHMS = ("sft", "dpo", "kto", "orpo", "reward", "grpo", "multi_turn", "distillation", "custom", "script")
-# Those that draw completions and have them scored.
+# Those that draw completions and have them scored; and those that a user's own loss can be given to.
 POLICY_ALGORITHMS = ("grpo", "multi_turn")
+LOSS_ALGORITHMS = ("sft", "dpo", "kto", "orpo", "grpo", "multi_turn", "distillation")
 
 
 # --- rewards, losses and environments --------------------------------------------------------------------------------
@@ -234,6 +235,10 @@ class JudgeSpec(Value):
     retries: int = Field(3, ge=0, le=10)
 
 
+# Part of a metric's name, and of the channel that a reward model comes by.
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,39}$")]
+
+
 class RewardPart(Value):
     """One of several rewards. A weight of 0 only observes: a held-out reward."""
 
@@ -251,7 +256,7 @@ class RewardSpec(Value):
     """
 
     entry: str | None = Field(None, pattern=REWARD_ENTRY)
-    parts: dict[str, RewardPart] = {}
+    parts: dict[PartName, RewardPart] = {}
     judge: JudgeSpec | None = None
     time_limit_s: float = Field(60, gt=0, le=3600, description="seconds one call may take")
     success_at: float = Field(1.0, description="a completion counts as right from this reward on")

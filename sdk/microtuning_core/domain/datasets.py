@@ -9,9 +9,14 @@ one of these shapes, judged row by row and never by the first row alone:
     {"messages": [{"role": "user", "content": "Hi"}, …]}                   messages
     {"prompt": [{"role": "user", …}], "completion": [{"role": …}]}         chat_prompt_completion
     {"prompt": [{"role": "user", …}]}                                      chat_prompt
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"}                     preference
+    {"prompt": […], "chosen": […], "rejected": […]}                        chat_preference; where no prompt is given, it is
+                                                                           the beginning that both have in common
+    {"prompt": "2+2=", "completion": "5", "label": false}                  labelled
+    {"prompt": […], "completion": […], "label": true}                      chat_labelled
 
 To add a shape: give it a name in `RowShape`, a line in `row_shape`, and a place in `_USABLE`; then render it in
-training_container/data.py.
+training_container/data/.
 """
 
 from __future__ import annotations
@@ -26,26 +31,45 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from .errors import InvalidData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 RowShape = Literal[
-    "prompt_completion", "text", "prompt", "messages", "chat_prompt_completion", "chat_prompt", "unknown"
-]
-AlgorithmType = Literal["sft", "grpo", "script"]
+    "prompt_completion", "text", "prompt", "messages", "chat_prompt_completion", "chat_prompt",
+    "preference", "chat_preference", "labelled", "chat_labelled", "unknown",
+]  # fmt: skip
 
-CHAT_SHAPES: frozenset[RowShape] = frozenset({"messages", "chat_prompt_completion", "chat_prompt"})
+CHAT_SHAPES: frozenset[RowShape] = frozenset(
+    {"messages", "chat_prompt_completion", "chat_prompt", "chat_preference", "chat_labelled"}
+)
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz")
 
+_PREFERENCES: frozenset[RowShape] = frozenset({"preference", "chat_preference"})
+_LABELLED: frozenset[RowShape] = frozenset({"labelled", "chat_labelled"})
+_COMPLETED: frozenset[RowShape] = _LABELLED | {"prompt_completion", "chat_prompt_completion"}
+_PROMPTS: frozenset[RowShape] = _COMPLETED | _PREFERENCES | {"prompt", "chat_prompt"}
+_ANY: frozenset[RowShape] = frozenset(get_args(RowShape))
+
 _USABLE: dict[str, frozenset[RowShape]] = {
-    "sft": frozenset({"prompt_completion", "text", "messages", "chat_prompt_completion"}),
-    "grpo": frozenset({"prompt", "prompt_completion", "chat_prompt", "chat_prompt_completion"}),
-    "multi_turn": frozenset(get_args(RowShape)),  # a prompt, or whatever reset(**row) makes its first observation of
-    "custom": frozenset(get_args(RowShape)),
-    "script": frozenset(get_args(RowShape)),
+    "sft": _COMPLETED | {"text", "messages"},
+    "dpo": _PREFERENCES,
+    "kto": _LABELLED | _PREFERENCES,  # a pair is one good and one bad completion
+    "orpo": _PREFERENCES,
+    "reward": _PREFERENCES,
+    "grpo": _PROMPTS,
+    "distillation": _PROMPTS,
+    "multi_turn": _ANY,  # a prompt, or whatever reset(**row) makes its first observation of
+    "custom": _ANY,
+    "script": _ANY,
 }
+_PAIR = "`prompt`, `chosen` and `rejected` (text, or lists of messages)"
 _NEEDS = {
     "sft": "sft needs `prompt` and `completion`, or `messages`, or `text`",
+    "dpo": f"dpo needs {_PAIR}",
+    "kto": f"kto needs `prompt`, `completion` and `label` (true or false), or {_PAIR}",
+    "orpo": f"orpo needs {_PAIR}",
+    "reward": f"reward needs {_PAIR}",
     "grpo": "grpo needs a `prompt` (text or a list of messages)",
+    "distillation": "distillation needs a `prompt` (text or a list of messages)",
 }
 # Names under which the reward function receives what the trainer itself provides.
 _RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
@@ -149,14 +173,40 @@ def _kind(value: object) -> str:
 
 def row_shape(row: dict[str, Any]) -> RowShape:
     """What kind of example a row is; "unknown" when it is none that can be trained on."""
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt = row.get("prompt")
     if "messages" in row:
         return "messages" if _is_chat(row["messages"]) else "unknown"
+    if "chosen" in row or "rejected" in row:
+        return _pair_shape(prompt, row.get("chosen"), row.get("rejected"))
     if isinstance(prompt, str):
-        return "prompt" if completion is None else "prompt_completion" if isinstance(completion, str) else "unknown"
+        return _answered_shape(row, ("prompt", "prompt_completion", "labelled"), _is_text)
     if _is_chat(prompt):
-        return "chat_prompt" if completion is None else "chat_prompt_completion" if _is_chat(completion) else "unknown"
+        return _answered_shape(row, ("chat_prompt", "chat_prompt_completion", "chat_labelled"), _is_chat)
     return "text" if prompt is None and isinstance(row.get("text"), str) else "unknown"
+
+
+def _answered_shape(
+    row: dict[str, Any], shapes: tuple[RowShape, RowShape, RowShape], is_answer: Callable[[object], bool]
+) -> RowShape:
+    """A prompt alone, one with its completion, or one whose completion is marked good or bad."""
+    alone, answered, labelled = shapes
+    completion = row.get("completion")
+    if completion is None:
+        return alone
+    if not is_answer(completion):
+        return "unknown"
+    return labelled if isinstance(row.get("label"), bool) else answered
+
+
+def _pair_shape(prompt: object, chosen: object, rejected: object) -> RowShape:
+    if _is_text(prompt) and _is_text(chosen) and _is_text(rejected):
+        return "preference"
+    is_chat = (prompt is None or _is_chat(prompt)) and _is_chat(chosen) and _is_chat(rejected)
+    return "chat_preference" if is_chat else "unknown"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_chat(value: object) -> bool:
@@ -194,8 +244,14 @@ def _check_row(row: Row, algorithm_type: str, has_chat_template: bool) -> None:
         raise refuse("holds chat messages, and this model has no chat template", "Give prompt and completion as text.")
     if algorithm_type == "grpo" and (clash := _RESERVED_COLUMNS & row.values.keys()):
         raise refuse(f"has the column {min(clash)!r}, a name the reward function's own arguments have")
-    if algorithm_type == "grpo" and not row.values["prompt"]:
-        raise refuse("has an empty prompt")
+    if algorithm_type in ("grpo", "distillation"):
+        if row.shape in _PREFERENCES and not row.values.get("prompt"):
+            raise refuse("has no prompt of its own, and nothing can be asked without one")
+        if not row.values["prompt"]:
+            raise refuse("has an empty prompt")
+    prefers = algorithm_type in ("dpo", "kto", "orpo", "reward") and row.shape in _PREFERENCES
+    if prefers and row.values["chosen"] == row.values["rejected"]:
+        raise refuse("has the same chosen and rejected, so it prefers nothing")
 
 
 def _check_one_kind(rows: Sequence[Row]) -> None:

@@ -8,9 +8,19 @@ from typing import Literal
 from microtuning_core.domain.record import Record, UtcTime
 
 # What a final checkpoint must have measured before and after training on data.eval, by algorithm.
+_LOSS = ("eval_loss_before", "eval_loss_after")
+_REWARD = ("eval_reward_before", "eval_reward_after")
+_ACCURACY = ("eval_accuracy_before", "eval_accuracy_after")
 EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
-    "sft": ("eval_loss_before", "eval_loss_after"),
-    "grpo": ("eval_reward_before", "eval_reward_after", "eval_accuracy_before", "eval_accuracy_after"),
+    "sft": _LOSS,
+    "dpo": _LOSS + _ACCURACY,
+    "kto": _LOSS + _ACCURACY,
+    "orpo": _LOSS + _ACCURACY,
+    "reward": _LOSS + _ACCURACY,
+    "grpo": _REWARD + _ACCURACY,
+    "multi_turn": _REWARD + _ACCURACY,
+    "distillation": _LOSS,
+    "custom": (),  # what the user's own loop measures is its own
 }
 
 

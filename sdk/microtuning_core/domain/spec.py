@@ -139,7 +139,7 @@ def locations(spec: RunSpec) -> list[tuple[str, str]]:
         ("model.base", spec.model.base if (spec.model.base or "").startswith("s3://") else None),
         ("algorithm.warm_start.data", warm_data(spec)),
         ("algorithm.teacher.base", teacher_uri(spec)),
-        *reward_models(spec),
+        *_reward_model_locations(spec),
     )
     return [(field, uri) for field, uri in named if uri]
 
@@ -156,14 +156,21 @@ def teacher_uri(spec: RunSpec) -> str | None:
     return teacher if teacher.startswith("s3://") else None
 
 
-def reward_models(spec: RunSpec) -> list[tuple[str, str]]:
-    """`(field, s3 uri)` of every reward model among the rewards."""
+def reward_models(spec: RunSpec) -> dict[str, str]:
+    """`part -> s3 uri` of every reward model among the rewards."""
     parts = spec.reward.named_parts if spec.reward else {}
-    named = {name: "reward.entry" if name == "reward" else f"reward.parts.{name}.entry" for name in parts}
+    return {name: part.entry.removeprefix("model:") for name, part in parts.items() if part.entry.startswith("model:")}
+
+
+def reward_model_channel(part: str) -> str:
+    """Where the container finds the reward model of that part. SageMaker's names take letters, digits, `.`, `_`, `-`."""
+    return f"reward_model_{part}"
+
+
+def _reward_model_locations(spec: RunSpec) -> list[tuple[str, str]]:
+    single = spec.reward is not None and spec.reward.entry is not None
     return [
-        (named[name], part.entry.removeprefix("model:"))
-        for name, part in parts.items()
-        if part.entry.startswith("model:")
+        ("reward.entry" if single else f"reward.parts.{name}.entry", uri) for name, uri in reward_models(spec).items()
     ]
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from microtuning_core.domain.algorithms import ALGORITHMS
+from microtuning_core.domain.algorithms import ALGORITHMS, LOSS_ALGORITHMS, POLICY_ALGORITHMS
+from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.domain.fields import Json
 from microtuning_core.domain.spec import RunSpec
@@ -148,19 +149,66 @@ def _environment_faults(name: str, value: Any) -> Iterator[str]:
 
 
 def _missing_parts(spec: RunSpec) -> list[Problem]:
-    problems = []
-    algorithm = spec.algorithm
-    if algorithm.type == "grpo" and spec.reward is None:
-        problems.append(Problem("reward", "grpo needs a reward"))
-    if algorithm.type == "grpo" and spec.environment.max_steps != 1:
-        problems.append(Problem("environment.max_steps", "grpo plays one turn an episode; max_steps must be 1"))
-    if spec.code is None and (algorithm.type == "script" or spec.reward is not None):
-        problems.append(Problem("code", "the entry named by the spec needs the code that holds it"))
-    if spec.model.effective_adapter == "qlora":
-        problems.append(Problem("model.adapter", "qlora is not offered yet; use lora"))
-    if algorithm.type != "script" and spec.model.revision and spec.model.arch:
+    problems = [*_about_rewards(spec), *_about_model(spec)]
+    named = code_entries(spec)
+    if spec.code is None and named:
+        problems.append(Problem("code", f"{named[0]} is code of yours, and the spec names no code that holds it"))
+    if spec.loss and spec.algorithm.type not in LOSS_ALGORITHMS:
+        problems.append(Problem("loss", f"{spec.algorithm.type} takes no loss of yours; {_these(LOSS_ALGORITHMS)} do"))
+    if spec.algorithm.type != "script" and spec.model.revision and spec.model.arch:
         problems.append(Problem("model.revision", "a preset has no revision"))
     return problems
+
+
+def _about_rewards(spec: RunSpec) -> Iterator[Problem]:
+    kind = spec.algorithm.type
+    if kind == "grpo" and spec.reward is None:
+        yield Problem("reward", "grpo needs a reward")
+    if spec.reward is not None and kind not in POLICY_ALGORITHMS:
+        yield Problem("reward", f"{kind} learns from its rows and takes no reward; {_these(POLICY_ALGORITHMS)} do")
+    if kind == "multi_turn":
+        if spec.environment.entry is None:
+            yield Problem("environment.entry", "multi_turn needs an environment")
+    elif spec.environment.entry is not None:
+        yield Problem("environment.entry", f"{kind} plays in no environment; multi_turn does")
+    elif spec.environment.max_steps != 1:
+        yield Problem("environment.max_steps", f"{kind} plays one turn an episode; give an environment, or max_steps 1")
+
+
+def _about_model(spec: RunSpec) -> Iterator[Problem]:
+    model, named = spec.model, [each for each in (spec.compute.instance, *spec.compute.fallbacks) if each != "auto"]
+    if model.arch and model.effective_adapter != "none" and spec.algorithm.type != "script":
+        yield Problem("model.adapter", "a preset has nothing to adapt: train all its weights, or give a base model")
+    if model.effective_adapter == "none":
+        if model.dropout:
+            yield Problem("model.dropout", "is the dropout of an adapter, and none is trained")
+        if model.merge:
+            yield Problem("model.merge", "merges an adapter, and none is trained")
+    if model.adapter == "qlora" and (without := [each for each in named if not CATALOG[each].gpus]):
+        yield Problem("model.adapter", f"qlora needs CUDA, and {without[0]} has no GPU; use lora, or a GPU type")
+    if getattr(spec.algorithm, "reference", None) == "adapter_off" and model.effective_adapter == "none":
+        yield Problem("algorithm.reference", "there is no adapter to switch off; use auto or precomputed")
+
+
+def code_entries(spec: RunSpec) -> list[str]:
+    """Fields that name something in the user's own code."""
+    entries: dict[str, str | None] = {
+        "loss.entry": spec.loss.entry if spec.loss else None,
+        "environment.entry": spec.environment.entry,
+        "algorithm.entry": spec.algorithm.entry if spec.algorithm.type in ("custom", "script") else None,
+    }
+    for name, part in (spec.reward.named_parts if spec.reward else {}).items():
+        entries["reward.entry" if spec.reward and spec.reward.entry else f"reward.parts.{name}.entry"] = part.entry
+    return [field for field, entry in entries.items() if entry and is_code(entry)]
+
+
+def is_code(entry: str) -> bool:
+    """Whether an entry names the user's own code, and not something that runs or lies elsewhere."""
+    return not (entry == "judge" or entry.startswith(("reasoning_gym:", "arn:", "http://", "https://", "model:s3://")))
+
+
+def _these(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def dump_spec(spec: RunSpec) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Set
 from microtuning_core.aws.objects import Stored
 from microtuning_core.domain.datasets import Row, check_rows, is_data_file, read_rows
 from microtuning_core.domain.errors import InvalidData, Problem
-from microtuning_core.domain.spec import RunSpec
+from microtuning_core.domain.spec import RunSpec, warm_data
 from microtuning_core.usecases.services import Services
 
 # What a function reads of one data set; of a larger one only the sizes are looked at here, and the container judges it.
@@ -19,8 +19,7 @@ def data_problems(services: Services, spec: RunSpec, absent: Set[str]) -> list[P
     if spec.algorithm.type == "script":
         return []
     named = {"data.train": spec.data.train, "data.eval": spec.data.eval}
-    if spec.algorithm.type == "grpo" and spec.algorithm.warm_start:
-        named["algorithm.warm_start.data"] = spec.algorithm.warm_start.data
+    named["algorithm.warm_start.data"] = warm_data(spec)
     found = [_problem(services, spec, field, uri) for field, uri in named.items() if uri and field not in absent]
     return [problem for problem in found if problem]
 
