@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from microtuning_core.domain.spec import ModelSpec
 from training_container.engine import Engine, Example
@@ -90,6 +96,29 @@ def test_merging_leaves_the_engine_as_it_was(tied_dir: Path, tmp_path: Path) -> 
     before = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
     assert export_merged(engine, tmp_path / "merged", ROWS) < 1e-6
     assert all(torch.equal(weight, before[name]) for name, weight in engine.model.state_dict().items())
+
+
+def test_a_score_head_is_merged_with_its_adapter(tied_dir: Path, tmp_path: Path) -> None:
+    spec = ModelSpec(base="tests/tied", rank=4, alpha=8)
+    engine = Engine.build(spec, source=str(tied_dir), texts=(), seed=0, device=CPU, head="score")
+    for name, weight in engine.trainable.items():
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    export_merged(engine, tmp_path / "merged", ROWS)
+    assert_equal(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")), logits(engine.model))
+
+
+def test_a_forward_that_was_wrapped_is_not_the_copys(tied_dir: Path, tmp_path: Path) -> None:
+    engine = trained(tied_dir)
+    calls: list[int] = []
+    unwrapped = engine.model.forward
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return unwrapped(*args, **kwargs)
+
+    engine.model.forward = wrapped
+    assert export_merged(engine, tmp_path / "merged", ROWS) < 1e-6
+    assert calls == []
 
 
 def test_an_adapter_loads_in_peft_and_names_its_model_and_not_a_path_of_the_machine(

@@ -53,7 +53,7 @@ def export_merged(engine: Engine, folder: Path, rows: Sequence[Sequence[int]]) -
         Unequal: the difference is above 1e-5 (float32); nothing is left in `folder`.
     """
     dtype = undressed(engine.model).dtype
-    adapted = copy.deepcopy(engine.model).cpu().float().eval()
+    adapted = plain_copy(engine.model)
     wanted = [_logits(adapted, row) for row in rows]
     part_tied(adapted)
     merged = adapted.merge_and_unload()
@@ -65,6 +65,14 @@ def export_merged(engine: Engine, folder: Path, rows: Sequence[Sequence[int]]) -
         shutil.rmtree(folder)
         raise Unequal(f"its logits differ from the adapter's by {difference:.1e} of the largest")
     return difference
+
+
+def plain_copy(model: Any) -> Any:
+    """The model in host memory and float32, computing as its class does: a forward that was wrapped would call ours."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        module.__dict__.pop("forward", None)
+    return copied.cpu().float().eval()
 
 
 def _logits(model: Any, row: Sequence[int]) -> Tensor:
@@ -111,6 +119,8 @@ def leave_model(
     name_base(folder, base, revision)
     if not merge or not is_adapter(engine.model):
         return None
+    if getattr(undressed(engine.model), "is_quantized", False):
+        return "an adapter on quantized weights is not merged; merge it into the model as it was before (peft)"
     try:
         difference = export_merged(engine, folder / MERGED, rows)
     except Unequal as error:
