@@ -93,7 +93,8 @@ def restore_policy(
 
 def load_frozen(source: str, revision: str | None, device: torch.device) -> Any:
     """A model to be asked and not trained, as a distillation's teacher; half the memory where the GPU has bfloat16."""
-    precision = choose_precision(ModelSpec(base=source, adapter="lora"), device)
+    unspecified = ModelSpec(base="any/model", adapter="lora")  # `source` may be a directory, which a spec cannot name
+    precision = choose_precision(unspecified, device)
     model = _from_pretrained(source, revision, "policy", what=f"The model {source!r}", dtype=precision.frozen)
     frozen = on_device(model, device).eval().requires_grad_(False)
     return computing_in(frozen, device, precision.computes)
