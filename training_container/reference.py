@@ -10,7 +10,7 @@ import torch
 
 from .engine import Engine, Example
 from .engine.layouts import plain
-from .engine.models import is_adapter, load_frozen
+from .engine.models import is_adapter, load_frozen, load_tokenizer
 from .failures import UserFailure
 from .run import Run
 
@@ -47,6 +47,35 @@ def base_source(run: Run) -> str:
     """Directory or hub id of the model the run started from."""
     channel = run.job.tree.channel("model")
     return str(channel) if channel.is_dir() else run.job.base_model
+
+
+def load_teacher(engine: Engine, run: Run) -> Frozen:
+    """The teacher of the settings, from the channel `teacher` or the hub.
+
+    Raises:
+        UserFailure: it cannot be loaded, or its tokens are not the student's.
+    """
+    teacher, channel = run.settings.teacher, run.job.tree.channel("teacher")
+    source = str(channel) if channel.is_dir() else teacher.base
+    refuse_other_tokens(teacher.base, load_tokenizer(source, teacher.revision), engine.tokenizer)
+    return Frozen(load_frozen(source, teacher.revision, engine.device), engine)
+
+
+def refuse_other_tokens(name: str, teacher: Any, student: Any) -> None:
+    """Raises:
+    UserFailure: a token means one thing to the teacher and another to the student, who may know some it does not.
+    """
+    theirs, ours = teacher.get_vocab(), student.get_vocab()
+    other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if not other:
+        return
+    token = other[0]
+    there = f"number {theirs[token]}" if token in theirs else "unknown"
+    raise UserFailure(
+        f"The teacher {name!r} and the student have different vocabularies: {len(other)} of {len(ours)} tokens are not the "
+        f"same ({token!r} is number {ours[token]} for the student, {there} for the teacher). Token by token, only models "
+        "of one tokenizer can be compared: take a teacher of the student's family."
+    )
 
 
 class Frozen:

@@ -25,7 +25,8 @@ from microtuning_core.domain.algorithms import RewardSpec
 from microtuning_core.domain.datasets import Row
 
 from .advantages import group_advantages, has_spread
-from .engine import Example
+from .data import Prompt
+from .engine import Completion, Example
 from .health import watch
 from .rollout_log import RolloutLog, Said
 from .run import Run
@@ -71,6 +72,18 @@ class Trajectory:
             reference_logprobs=self.reference_logprobs,
             group=group,
         )
+
+
+def trajectory_of(prompt: Prompt, row: int, completion: Completion) -> Trajectory:
+    """A completion of one turn, not scored yet."""
+    return Trajectory(
+        row=row,
+        prompt=prompt.tokens,
+        completion=completion.tokens,
+        sampled=[True] * len(completion.tokens),
+        logprobs=completion.logprobs,
+        truncated=not completion.finished,
+    )
 
 
 Group = list[Trajectory]

@@ -16,6 +16,7 @@ RECIPES = {
     "sft": "training_container.recipes.sft",
     "grpo": "training_container.recipes.grpo",
     "multi_turn": "training_container.recipes.multi_turn",
+    "distillation": "training_container.recipes.distillation",
     "custom": "training_container.recipes.custom",
     "script": "training_container.recipes.script",
 }

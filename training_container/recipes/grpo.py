@@ -14,6 +14,7 @@ from a reference is paid for. The reference is never replaced: it is the model a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..engine import Completion, Engine, Sampling
 from ..failures import UserFailure
 from ..reference import reference_of
 from ..rewards import Question, Rewards, Scores, open_rewards
-from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, rollout_log, told, window
+from ..rollouts import Rollout, Trajectory, recall_or_draw, roll_out, rollout_log, told, trajectory_of, window
 from ..run import Run
 from .policy import give_up_if_constant, objective_of, policy_update, say_if_nothing_was_learned, with_logprobs
 from .supervised import warm_start
@@ -93,13 +94,8 @@ def draw(
 
 
 def answered(prompt: Prompt, row: int, completion: Completion, scores: Scores, index: int) -> Trajectory:
-    return Trajectory(
-        row=row,
-        prompt=prompt.tokens,
-        completion=completion.tokens,
-        sampled=[True] * len(completion.tokens),
-        logprobs=completion.logprobs,
-        truncated=not completion.finished,
+    return replace(
+        trajectory_of(prompt, row, completion),
         reward=scores.values[index],
         components={name: values[index] for name, values in scores.components.items()},
         notes={name: values[index] for name, values in scores.notes.items() if values[index] is not None},
