@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from microtuning_core.domain.spec import ModelSpec
 from training_container.engine import Engine, Example, MicroBatch, Sampling
-from training_container.engine.sampler import draw, sampling_distribution
+from training_container.engine.sampler import draw, sampling_logits
 from training_container.losses import cross_entropy
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_20000_draws_from_a_half_a_quarter_and_a_quarter_come_out_so_to_2_percen
 
 def test_top_p_0_6_of_a_half_three_tenths_and_a_fifth_keeps_two_tokens_and_rescales_them() -> None:
     logits_K_V = torch.tensor([[0.3, 0.2, 0.5]]).log()
-    kept_K_V = sampling_distribution(logits_K_V, Sampling(1, top_p=0.6)).exp()
+    kept_K_V = sampling_logits(logits_K_V, Sampling(1, top_p=0.6)).softmax(-1)
     torch.testing.assert_close(kept_K_V, torch.tensor([[0.375, 0.0, 0.625]]))
 
 

@@ -21,10 +21,10 @@ from .layouts import BY_NAME
 from .models import build_policy, is_adapter, restore_policy, stop_token_ids
 from .optimizer_state import load_optimizer_tensors, optimizer_tensors
 from .parallel import World
-from .probe import costs_of, sharing_layouts, usable
+from .probe import costs_of, sampling_ways, sharing_layouts, usable
 from .randomness import random_state, read_random_state, seed_everything, write_random_states
 from .rows import Costs, Limits, micro_batches, units
-from .sampler import Completion, Sampling, draw_uniforms, sample
+from .sampler import Completion, Sampling, Ways, draw_uniforms, sample
 from .scores import row_scores
 from .sharding import whole, whole_state
 
@@ -64,6 +64,7 @@ class Engine:
         self._spec, self._source, self._head = spec, source, head
         self._sampler_generator = torch.Generator().manual_seed(seed)
         self._trusted: tuple[str, ...] | None = None
+        self._ways: Ways | None = None
         self._costs = costs_of(model) if head == "policy" else Costs(token=1.0, pair=0.0)
         self.stop_tokens = stop_token_ids(undressed(model), tokenizer)
         self.new_optimizer()
@@ -135,6 +136,7 @@ class Engine:
         uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, self._sampler_generator)
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
         with whole(self.model):
+            self._ways = self._ways or sampling_ways(self.model, self.device)
             drawn = sample(
                 self.model,
                 [prompts[index] for index in mine],
@@ -142,6 +144,7 @@ class Engine:
                 group_size=group_size,
                 stop_tokens=self.stop_tokens,
                 uniforms_P_G_T=uniforms_P_G_T[mine],
+                ways=self._ways,
             )
         return self._everyones(mine, drawn)
 
@@ -185,6 +188,7 @@ class Engine:
         totals = totals or Totals.of(examples)
         sums: dict[str, Tensor] = {}
         parts = list(self._cut(examples, whole_groups=whole_groups))
+        spare = self.world.rounds(len(parts)) - len(parts)  # agreed on before anybody begins
         for layout, part in parts:
             taken = [examples[index] for index in part]
             loss, metrics = loss_fn(self._outputs(taken, temperature, layout), micro_batch(taken, totals, self.device))
@@ -192,7 +196,7 @@ class Engine:
             for name, value in {"loss": loss, **metrics}.items():
                 share = torch.as_tensor(value, dtype=torch.float32).detach()
                 sums[name] = sums[name] + share if name in sums else share
-        for _ in range(self.world.rounds(len(parts)) - len(parts)):
+        for _ in range(spare):
             self._accompany(examples)
         return self.world.sum(sums)
 

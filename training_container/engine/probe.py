@@ -14,13 +14,14 @@ from .batch import Example
 from .forward import undressed
 from .layouts import BY_NAME
 from .rows import Costs
+from .sampler import Sampling, Ways, sample
 
 log = logging.getLogger(__name__)
 
 # How far a value (nats) and a gradient (relative to its norm) may be from the plain layout's. A wrong mask or position is
 # off by 1e-2 and more even in a model with random weights; the second pair is for weights of 16 bits.
 _TOLERANCE, _TOLERANCE_16 = (1e-4, 1e-3), (5e-2, 5e-2)
-# Gradients are compared on so many numbers at most, of the smallest weights: it is a look at the layout, not at all weights.
+# Gradients are compared on so many numbers at most, of the smallest weights: a look at the layout, not at all weights.
 _GRADIENT_NUMBERS = 2**24
 
 
@@ -31,10 +32,42 @@ def sharing_layouts(model: Any, device: torch.device) -> tuple[str, ...]:
     """
     if _learns_a_prompt(model):
         return ()
-    examples = _examples(int(undressed(model).get_input_embeddings().weight.shape[0]))
+    examples = _examples(_vocabulary(model))
     with _evaluating(model):
         expected = _value_and_gradient(model, "plain", examples, device)
         return tuple(name for name in ("fork", "packed") if _agrees(model, name, examples, device, expected))
+
+
+def sampling_ways(model: Any, device: torch.device) -> Ways:
+    """Ways of drawing whose log-probabilities equal those of plain rows, on this very model in evaluation mode."""
+    with _evaluating(model):
+        # A group so large that queries are taken for it, and prompts of unequal lengths.
+        queries = not _learns_a_prompt(model) and _draws_rightly(model, Ways(queries=True), device)
+        return Ways(padded=queries or _draws_rightly(model, Ways(), device), queries=queries)
+
+
+def _draws_rightly(model: Any, ways: Ways, device: torch.device) -> bool:
+    prompts = [list(example.tokens[: example.first_trained]) for example in _examples(_vocabulary(model))[::3]]
+    uniforms_P_G_T = torch.rand(len(prompts), 4, 5, generator=torch.Generator().manual_seed(0))
+    try:
+        drawn = sample(
+            model, prompts, Sampling(5), group_size=4, stop_tokens=(), uniforms_P_G_T=uniforms_P_G_T, ways=ways
+        )
+        rows = [
+            (Example(prompt + each.tokens, [False] * len(prompt) + [True] * len(each.tokens)), each.logprobs)
+            for prompt, group in zip(prompts, drawn, strict=True)
+            for each in group
+        ]
+        with torch.no_grad():
+            expected_N = BY_NAME["plain"](model, [example for example, _ in rows], device=device)
+    # As above: a way that raises is not for this model.
+    except Exception as error:
+        log.info("%s is not used: %s: %s", ways, type(error).__name__, error)
+        return False
+    found_N = torch.tensor([value for _, logprobs in rows for value in logprobs], device=device)
+    distance = float((found_N - expected_N).abs().max())
+    log.info("%s: off by %.1e nats", ways, distance)
+    return distance < _tolerance(model)[0]
 
 
 def usable(model: Any, trusted: Sequence[str]) -> tuple[str, ...]:
@@ -47,7 +80,8 @@ def usable(model: Any, trusted: Sequence[str]) -> tuple[str, ...]:
         return tuple(trusted)
     if drops_out(model):
         return ()
-    return tuple(name for name in trusted if name != "fork" or not undressed(model).is_gradient_checkpointing)
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return tuple(name for name in trusted if name != "fork" or not recomputes)
 
 
 def drops_out(model: Any) -> bool:
@@ -75,6 +109,14 @@ def costs_of(model: Any) -> Costs:
 def _learns_a_prompt(model: Any) -> bool:
     """Whether an adapter puts something of its own before the tokens: positions and caches are then not ours to lay out."""
     return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
+
+
+def _vocabulary(model: Any) -> int:
+    return int(undressed(model).get_input_embeddings().weight.shape[0])
+
+
+def _tolerance(model: Any) -> tuple[float, float]:
+    return _TOLERANCE_16 if undressed(model).dtype in (torch.float16, torch.bfloat16) else _TOLERANCE
 
 
 def _examples(vocabulary: int) -> list[Example]:
@@ -119,8 +161,7 @@ def _some_weights(model: Any) -> Iterator[Tensor]:
 def _agrees(
     model: Any, name: str, examples: Sequence[Example], device: torch.device, expected: tuple[Tensor, Tensor]
 ) -> bool:
-    half = undressed(model).dtype in (torch.float16, torch.bfloat16)
-    value_limit, gradient_limit = _TOLERANCE_16 if half else _TOLERANCE
+    value_limit, gradient_limit = _tolerance(model)
     try:
         value, gradient = _value_and_gradient(model, name, examples, device)
     # Whatever a model's code raises for input that it was not made for, this layout is not for it; plain rows are.

@@ -1,22 +1,29 @@
-"""Drawing completions: prompts are read once, their cache is forked to a group, and finished rows are dropped.
+"""Drawing completions: a prompt is read once for its whole group, and finished rows are dropped.
 
-Axes as in losses.py: P prompts, G completions of a prompt, R = P * G rows (group by group), K the rows still being drawn,
-V the vocabulary. The model's own forward does the work, whatever its architecture.
+Axes: P prompts, G completions of a prompt, R = P * G rows (group by group), K the rows still being drawn, F the prompts and
+Q the queries a prompt of those, L what was read before, V the vocabulary. The model's own forward does the work, whatever
+its architecture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .forward import cache_of, call
+from .cache import fork, is_whole
+from .forward import cache_of, call, undressed
+from .layouts.families import pad, positions
+from .layouts.packed import additive
 
 # Rows are dropped from the cache when this share or less is left: copying the cache for every single row costs more.
 DROP_AT = 0.75
+# How many times as dear it is to attend to a key that one query alone reads: memory is slower than multiplication.
+_LONE_KEY = 8.0
+_NOBODY, _EVERYONE = -1, -2  # owners of keys that are no row's
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,18 @@ class Completion:
     finished: bool
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Which ways of drawing are right for a model (probe.py).
+
+    padded: prompts of unequal lengths can be read together; else only those of the same length are.
+    queries: the rows of a prompt can be queries over one copy of its cache.
+    """
+
+    padded: bool = True
+    queries: bool = False
+
+
 @torch.no_grad()
 def sample(
     model: Any,
@@ -47,6 +66,7 @@ def sample(
     group_size: int,
     stop_tokens: Sequence[int],
     uniforms_P_G_T: Tensor,
+    ways: Ways = Ways(),
 ) -> list[list[Completion]]:
     """`group_size` completions of each prompt.
 
@@ -56,88 +76,198 @@ def sample(
         stop_tokens: any of them ends a completion, and is its last token.
         uniforms_P_G_T: from `draw_uniforms`, the only source of chance: a completion depends on its own numbers alone,
             not on which others are drawn with it.
+        ways: what this model allows.
     """
     if not prompts:
         return []
+    if not ways.padded and len({len(prompt) for prompt in prompts}) > 1:
+        return _by_length(model, prompts, sampling, group_size, stop_tokens, uniforms_P_G_T, ways)
     device = next(model.parameters()).device
     uniforms_R_T = uniforms_P_G_T.flatten(0, 1).to(device)
-    prompt_P_L, mask_P_L = pad_left(prompts)
-    ragged = not bool(mask_P_L.all())
-    output = call(
-        model,
-        prompt_P_L.to(device),
-        attention_mask=mask_P_L.long().to(device) if ragged else None,
-        position_ids=positions(mask_P_L).to(device),
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    cache = cache_of(output)
-    if group_size > 1:
-        fork(cache, torch.arange(len(prompts)).repeat_interleave(group_size).to(device))
-    rows = _Rows(len(prompts) * group_size, sampling.max_new_tokens, device)
-    logits_K_V = output.logits[:, -1].repeat_interleave(group_size, 0)
-    mask_K_L = mask_P_L.repeat_interleave(group_size, 0).to(device)
-    position_K = mask_P_L.sum(1).repeat_interleave(group_size).to(device)
     stops = torch.tensor(list(stop_tokens), device=device)
+    decoder, logits_K_V = _read(model, prompts, sampling, group_size, ways, device)
+    rows = _Rows(len(prompts) * group_size, sampling.max_new_tokens, device)
 
     for step in range(sampling.max_new_tokens):
         uniform_K = uniforms_R_T[rows.row_K, step] if uniforms_R_T.numel() else None
         token_K, logprob_K = draw(logits_K_V, sampling, uniform_K)
         rows.record(step, token_K, logprob_K, ends_K=torch.isin(token_K, stops))
-        kept_K = rows.rows_to_keep()
-        if step == sampling.max_new_tokens - 1 or rows.all_ended:
+        if step == sampling.max_new_tokens - 1 or not rows.live:
             break
+        kept_K = rows.rows_to_keep()
         if kept_K is not None:
-            fork(cache, kept_K)
-            token_K, mask_K_L, position_K = token_K[kept_K], mask_K_L[kept_K], position_K[kept_K]
-        mask_K_L = torch.cat([mask_K_L, mask_K_L.new_ones(len(mask_K_L), 1)], 1)
-        logits_K_V = call(
-            model,
-            token_K[:, None],
-            attention_mask=mask_K_L.long() if ragged else None,
-            position_ids=position_K[:, None],
-            cache=cache,
-            use_cache=True,
-        ).logits[:, -1]
-        position_K = position_K + 1
-    drawn = rows.completions()
+            decoder.keep(kept_K)
+            token_K = token_K[kept_K]
+        logits_K_V = decoder.step(token_K)
+    drawn = rows.completions(stops)
     return [drawn[start : start + group_size] for start in range(0, len(drawn), group_size)]
 
 
+def _by_length(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int,
+    stop_tokens: Sequence[int],
+    uniforms_P_G_T: Tensor,
+    ways: Ways,
+) -> list[list[Completion]]:
+    """Prompts of one length at a time, for a model that padding would change."""
+    found: dict[int, list[Completion]] = {}
+    for length in sorted({len(prompt) for prompt in prompts}):
+        alike = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
+        drawn = sample(
+            model,
+            [prompts[index] for index in alike],
+            sampling,
+            group_size=group_size,
+            stop_tokens=stop_tokens,
+            uniforms_P_G_T=uniforms_P_G_T[alike],
+            ways=replace(ways, padded=True),
+        )
+        found |= dict(zip(alike, drawn, strict=True))
+    return [found[index] for index in range(len(prompts))]
+
+
+def _read(
+    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int, ways: Ways, device: torch.device
+) -> tuple[_Forked | _Queries, Tensor]:
+    """Read the prompts; gives who goes on from there, and the logits of every row's first token, [R, V]."""
+    ids_P_L, real_P_L = (each.to(device) for each in pad(prompts, left=True))
+    output = call(
+        model,
+        ids_P_L,
+        attention_mask=None if bool(real_P_L.all()) else real_P_L.long(),
+        position_ids=positions(real_P_L),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache, room = cache_of(output), sampling.max_new_tokens
+    decoder = _Queries if ways.queries and is_whole(cache) and _queries_pay(ids_P_L, group_size, room) else _Forked
+    return decoder(model, cache, real_P_L, group_size, room), output.logits[:, -1].repeat_interleave(group_size, 0)
+
+
+def _queries_pay(ids_P_L: Tensor, group_size: int, new_tokens: int) -> bool:
+    """Whether it costs less that a row passes over the others' keys than that each has its own copy of the prompt's."""
+    length, half = ids_P_L.shape[1], new_tokens / 2
+    return group_size > 1 and length + group_size * half < _LONE_KEY * (length + half)
+
+
+class _Forked:
+    """Each row has its own copy of its prompt's cache. Masks are of two dimensions: for every attention."""
+
+    def __init__(self, model: Any, cache: Any, real_P_L: Tensor, group_size: int, room: int) -> None:
+        self._model, self._cache = model, cache
+        prompt_K = torch.arange(len(real_P_L), device=real_P_L.device).repeat_interleave(group_size)
+        fork(cache, prompt_K, room=room)
+        self._ragged = not bool(real_P_L.all())
+        self._mask_K_L = real_P_L[prompt_K].long()
+        self._position_K = real_P_L.sum(1)[prompt_K]
+
+    def keep(self, kept_K: Tensor) -> None:
+        fork(self._cache, kept_K)
+        self._mask_K_L, self._position_K = self._mask_K_L[kept_K], self._position_K[kept_K]
+
+    def step(self, token_K: Tensor) -> Tensor:
+        """The next logits [K, V]."""
+        if self._ragged:
+            self._mask_K_L = torch.cat([self._mask_K_L, self._mask_K_L.new_ones(len(token_K), 1)], 1)
+        logits_K_V: Tensor = call(
+            self._model,
+            token_K[:, None],
+            attention_mask=self._mask_K_L if self._ragged else None,
+            position_ids=self._position_K[:, None],
+            cache=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        self._position_K = self._position_K + 1
+        return logits_K_V
+
+
+class _Queries:
+    """The rows of a prompt are queries over one cache of it, to which each step adds a key a row.
+
+    Keys have an owner, a row, and a query sees its own and everyone's. So a long prompt is neither copied for each row nor
+    read from memory once for each.
+    """
+
+    def __init__(self, model: Any, cache: Any, real_P_L: Tensor, group_size: int, room: int) -> None:
+        self._model, self._cache = model, cache
+        everyone = torch.arange(len(real_P_L), device=real_P_L.device)
+        fork(cache, everyone, room=room * group_size)
+        self._owner_F_L = torch.where(real_P_L, _EVERYONE, _NOBODY)
+        self._prompt_K = everyone.repeat_interleave(group_size)
+        self._row_K = torch.arange(len(self._prompt_K), device=real_P_L.device)
+        self._position_K = real_P_L.sum(1)[self._prompt_K]
+        self._place()
+
+    def _place(self) -> None:
+        """Give every row a query of its prompt."""
+        count_F = torch.bincount(self._prompt_K)
+        first_F = count_F.cumsum(0) - count_F
+        self._at = self._prompt_K, torch.arange(len(self._prompt_K), device=first_F.device) - first_F[self._prompt_K]
+        self._shape = len(count_F), int(count_F.max())
+        self._row_F_Q = self._spread(self._row_K, _NOBODY)
+
+    def _spread(self, value_K: Tensor, otherwise: int = 0) -> Tensor:
+        return value_K.new_full(self._shape, otherwise).index_put_(self._at, value_K)
+
+    def keep(self, kept_K: Tensor) -> None:
+        self._row_K, self._position_K = self._row_K[kept_K], self._position_K[kept_K]
+        prompt_F, self._prompt_K = torch.unique(self._prompt_K[kept_K], return_inverse=True)
+        if len(prompt_F) < self._shape[0]:
+            fork(self._cache, prompt_F)
+            self._owner_F_L = self._owner_F_L[prompt_F]
+        self._place()
+
+    def step(self, token_K: Tensor) -> Tensor:
+        """The next logits [K, V]."""
+        self._owner_F_L = torch.cat([self._owner_F_L, self._row_F_Q], 1)
+        owner_F_1_L = self._owner_F_L[:, None, :]
+        seen_F_Q_L = (owner_F_1_L == self._row_F_Q[:, :, None]) | (owner_F_1_L == _EVERYONE)
+        logits_F_Q_V = call(
+            self._model,
+            self._spread(token_K),
+            attention_mask=additive(seen_F_Q_L, undressed(self._model).dtype)[:, None],
+            position_ids=self._spread(self._position_K),
+            cache=self._cache,
+            use_cache=True,
+        ).logits
+        self._position_K = self._position_K + 1
+        logits_K_V: Tensor = logits_F_Q_V[self._at]
+        return logits_K_V
+
+
 class _Rows:
-    """The rows of one call of `sample`: what was drawn so far, and which of them are still in the cache."""
+    """The rows of one call of `sample`: what was drawn so far, and which of them are still being drawn."""
 
     def __init__(self, count: int, max_new_tokens: int, device: torch.device) -> None:
         self._tokens_R_T = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs_R_T = torch.zeros(count, max_new_tokens, device=device)
-        self._length_R = torch.full((count,), max_new_tokens, device=device)
         self.row_K = torch.arange(count, device=device)
         self._live_K = torch.ones(count, dtype=torch.bool, device=device)
-        self._ended_R = torch.zeros(count, dtype=torch.bool, device=device)
+        self.live = count
 
     def record(self, step: int, token_K: Tensor, logprob_K: Tensor, *, ends_K: Tensor) -> None:
         self._tokens_R_T[self.row_K, step] = token_K
-        self._logprobs_R_T[self.row_K, step] = logprob_K.float()
-        ending_R = self.row_K[ends_K & self._live_K]
-        self._length_R[ending_R] = step + 1
-        self._ended_R[ending_R] = True
+        self._logprobs_R_T[self.row_K, step] = logprob_K
         self._live_K = self._live_K & ~ends_K
-
-    @property
-    def all_ended(self) -> bool:
-        return len(self.row_K) == 0 or not bool(self._live_K.any())
+        self.live = int(self._live_K.sum())
 
     def rows_to_keep(self) -> Tensor | None:
         """Indices into the present rows when it is worth dropping the others, and forget those; else None."""
-        live = int(self._live_K.sum())
-        if live > DROP_AT * len(self.row_K) or live == 0:
+        if self.live > DROP_AT * len(self.row_K):
             return None
         kept_K = self._live_K.nonzero().squeeze(1)
         self.row_K, self._live_K = self.row_K[kept_K], self._live_K[kept_K]
         return kept_K
 
-    def completions(self) -> list[Completion]:
-        columns = (self._tokens_R_T, self._logprobs_R_T, self._length_R, self._ended_R)
+    def completions(self, stops: Tensor) -> list[Completion]:
+        """Every row up to its first stop token; what was drawn behind it, waiting to be dropped, is not part of it."""
+        ends_R_T = torch.isin(self._tokens_R_T, stops)
+        ended_R = ends_R_T.any(1)
+        length_R = torch.where(ended_R, ends_R_T.int().argmax(1) + 1, self._tokens_R_T.shape[1])
+        columns = (self._tokens_R_T, self._logprobs_R_T, length_R, ended_R)
         return [
             Completion(tokens[:length], logprobs[:length], ended)
             for tokens, logprobs, length, ended in zip(*(column.tolist() for column in columns), strict=True)
@@ -151,26 +281,31 @@ def draw_uniforms(prompts: int, group_size: int, sampling: Sampling, generator: 
 
 
 def draw(logits_K_V: Tensor, sampling: Sampling, uniform_K: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A token a row, and its log-probability under the distribution it was drawn from. Both of shape [K].
+    """A token a row, and its log-probability under the distribution it was drawn from, float32. Both of shape [K].
 
-    By inverse cumulative distribution: torch.multinomial on a CPU takes ten times as long at a vocabulary of 32,000.
+    By inverse cumulative distribution, in one array beside the logits: torch.multinomial on a CPU takes ten times as long
+    at a vocabulary of 32,000.
     """
-    logprobs_K_V = sampling_distribution(logits_K_V, sampling)
+    scaled_K_V = sampling_logits(logits_K_V, sampling)
+    peak_K_1, likeliest_K_1 = scaled_K_V.max(-1, keepdim=True)
+    mass_K_V = (scaled_K_V - peak_K_1).exp_()
     if uniform_K is None:
-        logprob_K, token_K = logprobs_K_V.max(-1)
-        return token_K, logprob_K
-    cumulative_K_V = logprobs_K_V.exp().cumsum(-1)
+        return likeliest_K_1.squeeze(1), -mass_K_V.sum(-1).log()
+    cumulative_K_V = mass_K_V.cumsum_(-1)
     total_K_1 = cumulative_K_V[:, -1:]
     # Rounding may put the draw on the total itself, which is past the last token with any mass.
     threshold_K_1 = torch.minimum(
         uniform_K[:, None] * total_K_1, torch.nextafter(total_K_1, torch.zeros_like(total_K_1))
     )
     token_K_1 = torch.searchsorted(cumulative_K_V, threshold_K_1, right=True)
-    return token_K_1.squeeze(1), logprobs_K_V.gather(1, token_K_1).squeeze(1)
+    return token_K_1.squeeze(1), (scaled_K_V.gather(1, token_K_1) - peak_K_1 - total_K_1.log()).squeeze(1)
 
 
-def sampling_distribution(logits_K_V: Tensor, sampling: Sampling) -> Tensor:
-    """log softmax(logits / temperature), cut to the smallest set of tokens with `top_p` of the mass. Shape [K, V]."""
+def sampling_logits(logits_K_V: Tensor, sampling: Sampling) -> Tensor:
+    """Logits / temperature, cut to the smallest set of tokens with `top_p` of the mass. Shape [K, V], float32.
+
+    log softmax of them is the distribution that is drawn from.
+    """
     scaled_K_V = logits_K_V.float()
     if sampling.temperature != 1.0:
         scaled_K_V = scaled_K_V / sampling.temperature
@@ -178,26 +313,7 @@ def sampling_distribution(logits_K_V: Tensor, sampling: Sampling) -> Tensor:
         sorted_K_V, order_K_V = scaled_K_V.sort(-1, descending=True)
         mass_K_V = sorted_K_V.softmax(-1)
         beyond_K_V = mass_K_V.cumsum(-1) - mass_K_V >= sampling.top_p
-        scaled_K_V = scaled_K_V.masked_fill(beyond_K_V.gather(-1, order_K_V.argsort(-1)), -torch.inf)
-    return scaled_K_V.log_softmax(-1)
-
-
-def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids [P, L] with the last token of every prompt in the last column, and which of them are real."""
-    longest = max(map(len, prompts))
-    ids_P_L = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask_P_L = torch.zeros(len(prompts), longest, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        ids_P_L[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask_P_L[row, longest - len(prompt) :] = True
-    return ids_P_L, mask_P_L
-
-
-def positions(mask_P_L: Tensor) -> Tensor:
-    """Positions that begin at a row's first real token: learned positions would otherwise depend on the padding."""
-    return (mask_P_L.long().cumsum(1) - 1).clamp(min=0)
-
-
-def fork(cache: Any, rows: Tensor) -> None:
-    """Make the cache hold these of its rows (one may be taken several times, or not at all)."""
-    cache.reorder_cache(rows)
+        scaled_K_V = scaled_K_V.masked_fill(
+            torch.empty_like(beyond_K_V).scatter_(-1, order_K_V, beyond_K_V), -torch.inf
+        )
+    return scaled_K_V
