@@ -158,7 +158,8 @@ def _arguments_for(function: Function, arguments: Mapping[str, Any], index: int)
     given = arguments_of_one(arguments, index)
     names = _names(function)
     # `**row` is the row: what only other words say goes to those who ask for it by name.
-    wanted = {k: v for k, v in given.items() if k in names or k in arguments or k in ("prompt", "completion")}
+    by_right = {"prompt", "completion", *arguments} - {"completion_ids"}
+    wanted = {name: value for name, value in given.items() if name in names or name in by_right}
     return accepted(function, wanted)
 
 
