@@ -219,23 +219,29 @@ def _mean_over(parts: Sequence[Rollout], name: str) -> float:
 
 
 def _spread(run: Run, rollout: Rollout) -> list[bool]:
-    flags: list[bool] = has_spread(rewards_P_G(rollout.groups, run.settings)).tolist()
+    flags: list[bool] = has_spread(rewards_P_G(run, rollout)).tolist()
     return flags
 
 
 # --- rewards -----------------------------------------------------------------------------------------------------------
 
 
-def rewards_P_G(groups: Sequence[Group], settings: Any) -> Tensor:
-    """What the advantages are taken from: each completion's reward, less its penalty for length."""
-    penalised = [[each.reward + length_penalty(each.sampled_tokens, settings) for each in group] for group in groups]
+def rewards_P_G(run: Run, rollout: Rollout) -> Tensor:
+    """What the advantages are taken from: each completion's reward, less its penalty for length. Shape [P, G]."""
+    penalised = [[each.reward + length_penalty(run, each.sampled_tokens) for each in group] for group in rollout.groups]
     return torch.tensor(penalised, dtype=torch.float32)
 
 
-def length_penalty(tokens: int, settings: Any) -> float:
-    """0 up to max_completion_tokens - overlong_penalty_tokens, falling to -1 at max_completion_tokens (DAPO, eq. 13)."""
-    soft = settings.overlong_penalty_tokens
-    return max(-1.0, min(0.0, (settings.max_completion_tokens - soft - tokens) / soft)) if soft else 0.0
+def length_penalty(run: Run, tokens: int) -> float:
+    """0 to within overlong_penalty_tokens of the longest there may be, then falling to -1 there (DAPO, eq. 13)."""
+    soft = run.settings.overlong_penalty_tokens
+    return max(-1.0, min(0.0, (longest(run) - soft - tokens) / soft)) if soft else 0.0
+
+
+def longest(run: Run) -> int:
+    """Tokens that a completion may have: of one turn, or of all turns of an episode."""
+    turns = run.spec.environment.max_steps if run.settings.type == "multi_turn" else 1
+    return int(run.settings.max_completion_tokens) * turns
 
 
 def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
@@ -250,7 +256,7 @@ def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
         "frac_zero_variance_groups": 1 - sum(spread) / len(spread),
     }
     if run.settings.overlong_penalty_tokens:
-        penalties = [length_penalty(each.sampled_tokens, run.settings) for each in all_of_them]
+        penalties = [length_penalty(run, each.sampled_tokens) for each in all_of_them]
         found["length_penalty"] = sum(penalties) / len(penalties)
     return found
 
@@ -288,7 +294,7 @@ def told(
     """
     if not run.engine.world.is_main:
         return
-    advantages_P_G = group_advantages(rewards_P_G(rollout.groups, run.settings), run.settings.advantage)
+    advantages_P_G = group_advantages(rewards_P_G(run, rollout), run.settings.advantage)
     each = zip(rollout.trajectories, texts(rollout.trajectories), advantages_P_G.flatten().tolist(), strict=True)
     log.write(
         run.state.step + 1,

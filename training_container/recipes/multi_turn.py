@@ -44,7 +44,7 @@ def train(engine: Engine, run: Run) -> None:
     rows, held_out = usable_rows(engine, run), run.rows.get("eval") or []
     sampling = Sampling(settings.max_completion_tokens, settings.temperature, settings.top_p)
     loss, reference = load_loss(run), reference_of(engine, run)
-    objective = objective_of(engine, run, turns=run.spec.environment.max_steps)
+    objective = objective_of(engine, run)
     groups, updates = window(settings)
 
     log = rollout_log(run)

@@ -11,12 +11,12 @@ from ..engine import Engine, LossFn, Totals
 from ..failures import UserFailure
 from ..losses import Objective, policy_loss
 from ..reference import Reference
-from ..rollouts import Rollout, Trajectory, minibatch, rewards_P_G, success_at
+from ..rollouts import Rollout, Trajectory, longest, minibatch, rewards_P_G, success_at
 from ..run import Run
 
 
-def objective_of(engine: Engine, run: Run, *, turns: int = 1) -> Objective:
-    """What the settings ask for. turns: of an episode at most, each of `max_completion_tokens`."""
+def objective_of(engine: Engine, run: Run) -> Objective:
+    """What the settings ask for."""
     settings = run.settings
     return Objective(
         loss=settings.loss,
@@ -24,7 +24,7 @@ def objective_of(engine: Engine, run: Run, *, turns: int = 1) -> Objective:
         clip_high=settings.clip_high,
         dro_beta=settings.dro_beta,
         normalise=settings.normalise,
-        max_tokens=settings.max_completion_tokens * turns,
+        max_tokens=longest(run),
         kl_coef=settings.kl_coef,
         kl_estimator=settings.kl_estimator,
         off_policy_cap=None if engine.samples_exactly else settings.off_policy_cap,
@@ -48,7 +48,7 @@ def with_logprobs(
     again = not engine.samples_exactly or run.settings.top_p < 1.0
     if not again and reference is None:
         return rollout
-    teaches = has_spread(rewards_P_G(rollout.groups, run.settings)).tolist()
+    teaches = has_spread(rewards_P_G(run, rollout)).tolist()
     chosen = [index for index, flag in enumerate(teaches) if flag or _all_rows(objective, loss)]
     examples = [each.as_example(group=index) for index in chosen for each in rollout.groups[index]]
     with run.meter.phase("update"):
@@ -82,7 +82,7 @@ def policy_update(
         loss: the user's own, in place of the objective's; it sees every row that counts.
     """
     settings, rates = run.settings, rates_for("grpo", run.spec.model)
-    advantages_P_G = group_advantages(rewards_P_G(rollout.groups, settings), settings.advantage).tolist()
+    advantages_P_G = group_advantages(rewards_P_G(run, rollout), settings.advantage).tolist()
     counted = [
         (index, each, advantage)
         for index in minibatch(run, rollout)
@@ -118,7 +118,7 @@ def give_up_if_constant(run: Run, rollout: Rollout) -> None:
         UserFailure: max_constant_steps steps in a row were so.
     """
     solved = bool(rollout.scored) and min(rollout.scored) >= success_at(run)
-    spread = has_spread(rewards_P_G(rollout.groups, run.settings)).any()
+    spread = has_spread(rewards_P_G(run, rollout)).any()
     state = run.state
     state.constant_steps = 0 if solved or spread else state.constant_steps + 1
     if state.constant_steps >= run.settings.max_constant_steps:
