@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microtuning_core.domain.datasets import Row, check_rows, is_data_file, read_rows, row_shape
+from microtuning_core.domain.datasets import Row, check_rows, common_beginning, is_data_file, read_rows, row_shape
 from microtuning_core.domain.errors import InvalidData
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -235,3 +235,26 @@ def test_whoever_draws_needs_a_prompt(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ["multi_turn", "custom", "script"])
 def test_the_users_own_code_knows_its_own_rows(algorithm: str) -> None:
     check_rows(rows_of({"start": 3}, {"goal": [1, 2]}), algorithm, "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "algorithm", "says"),
+    [
+        (PAIR | {"chosen": ""}, "dpo", "empty chosen"),
+        (PAIR | {"rejected": ""}, "reward", "empty rejected"),
+        (CHAT_PAIR | {"rejected": [{"role": "assistant", "content": ""}]}, "orpo", "empty rejected"),
+        ({"prompt": "2+2=", "completion": "", "label": True}, "kto", "empty completion"),
+        ({"chosen": [ASSISTANT], "rejected": [USER]}, "dpo", "no common beginning"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT, USER]}, "dpo", "there is no pair"),
+    ],
+)
+def test_an_answer_that_says_nothing_is_refused_by_line(row: dict[str, Any], algorithm: str, says: str) -> None:
+    good = CHAT_PAIR if algorithm != "kto" and not isinstance(row.get("prompt"), str) else PAIR
+    with pytest.raises(InvalidData, match=f"line 2.*{says}"):
+        check_rows(rows_of(good, row), algorithm, "train.jsonl")
+
+
+def test_the_prompt_of_a_pair_without_one_is_what_both_begin_with() -> None:
+    assert common_beginning([USER, ASSISTANT], [USER, USER]) == 1
+    assert common_beginning([USER], [USER, ASSISTANT]) == 1
+    assert common_beginning([ASSISTANT], [USER]) == 0

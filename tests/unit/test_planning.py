@@ -58,6 +58,28 @@ def plans_after(request: PlanRequest, *failures: FailureClass) -> list[Plan]:
 # --------------------------------------------------------------------------------------------------------- memory
 
 
+def test_gradient_checkpointing_keeps_one_element_a_layer_and_computes_one_layer_at_a_time():
+    kept = estimate_memory(HALF_B, "lora", "adamw", 1024, 8)
+    again = estimate_memory(HALF_B, "lora", "adamw", 1024, 8, gradient_checkpointing=True)
+    assert again.activations_gib / kept.activations_gib == pytest.approx((24 + 32) / (24 * 32))
+    assert again.static_gib == kept.static_gib
+
+
+def test_a_teacher_takes_its_weights_and_nothing_else():
+    alone = estimate_memory(HALF_B, "lora", "adamw", 1024, 1)
+    taught = estimate_memory(HALF_B, "lora", "adamw", 1024, 1, frozen=[SEVEN_B])
+    assert taught.total_gib - alone.total_gib == pytest.approx(7e9 * 2 / 2**30)
+
+
+def test_a_teacher_may_ask_for_a_larger_machine():
+    alone, taught = choose_plan(lora(), []), choose_plan(lora(frozen=(SEVEN_B,)), [])
+    assert find(taught.instance_type).memory_for_training_gib > find(alone.instance_type).memory_for_training_gib
+
+
+def test_qlora_is_planned_for_a_gpu():
+    assert find(choose_plan(lora(adapter="qlora", batch_size=1, max_length=64), []).instance_type).gpus
+
+
 @pytest.mark.parametrize("bytes_per_weight", [2, 4])
 def test_full_fine_tuning_takes_16_bytes_a_parameter_in_16_and_in_32_bits(bytes_per_weight):
     model = ModelShape(parameters=2**30, hidden_size=64, layers=1, vocabulary=64, bytes_per_weight=bytes_per_weight)

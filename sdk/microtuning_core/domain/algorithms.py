@@ -76,6 +76,12 @@ class KtoSettings(_Trained):
     undesirable_weight: float = Field(1.0, ge=0)
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
 
+    @model_validator(mode="after")
+    def _something_counts(self) -> KtoSettings:
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError("desirable_weight and undesirable_weight are both 0, so nothing is learned")
+        return self
+
 
 class OrpoSettings(_Trained):
     """Odds-ratio preference optimisation, without a reference; `batch_size` pairs an optimizer step."""
@@ -128,6 +134,16 @@ class _Policy(_Trained):
     def _whole_groups(self) -> _Policy:
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of group_size {self.group_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _room(self) -> _Policy:
+        if self.max_completion_tokens >= self.max_length:
+            raise ValueError(
+                f"max_completion_tokens {self.max_completion_tokens} leave no room for a prompt in max_length"
+            )
+        if self.overlong_penalty_tokens > self.max_completion_tokens:
+            raise ValueError("overlong_penalty_tokens are the last of max_completion_tokens, so they cannot be more")
         return self
 
 

@@ -249,9 +249,41 @@ def _check_row(row: Row, algorithm_type: str, has_chat_template: bool) -> None:
             raise refuse("has no prompt of its own, and nothing can be asked without one")
         if not row.values["prompt"]:
             raise refuse("has an empty prompt")
-    prefers = algorithm_type in ("dpo", "kto", "orpo", "reward") and row.shape in _PREFERENCES
-    if prefers and row.values["chosen"] == row.values["rejected"]:
-        raise refuse("has the same chosen and rejected, so it prefers nothing")
+    if algorithm_type in ("dpo", "kto", "orpo", "reward") and (fault := _fault_of_answers(row)):
+        raise refuse(fault)
+
+
+def _fault_of_answers(row: Row) -> str | None:
+    """What a pair or a marked completion lacks."""
+    values = row.values
+    names = ("chosen", "rejected") if row.shape in _PREFERENCES else ("completion",)
+    if empty := next((name for name in names if _says_nothing(values[name])), None):
+        return f"has an empty {empty}"
+    if row.shape not in _PREFERENCES:
+        return None
+    chosen, rejected = values["chosen"], values["rejected"]
+    if chosen == rejected:
+        return "has the same chosen and rejected, so it prefers nothing"
+    if values.get("prompt") is None:
+        shared = common_beginning(chosen, rejected)
+        if not shared:
+            return (
+                "has no prompt, and chosen and rejected begin with different messages, so there is no common beginning"
+            )
+        if shared == min(len(chosen), len(rejected)):
+            return "has a chosen that only goes on where rejected ends (or the other way round), so there is no pair"
+    return None
+
+
+def _says_nothing(answer: Any) -> bool:
+    """An empty text, or messages of which the last is empty (one that calls tools says something)."""
+    return not answer if isinstance(answer, str) else not answer[-1]["content"] and "tool_calls" not in answer[-1]
+
+
+def common_beginning(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many messages both begin with: the prompt of a pair that has none of its own."""
+    pairs = zip(chosen, rejected, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
 
 
 def _check_one_kind(rows: Sequence[Row]) -> None:

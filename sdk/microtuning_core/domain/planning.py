@@ -74,13 +74,16 @@ class PlanRequest(Value):
     """What planning needs of a run.
 
     model: None = its shape is not known (a script that loads what it likes): then only GPU types, or what is named.
-    batch_size: rows or completions an optimizer step; None = the script's own business.
+    batch_size: rows or completions an optimizer step (a pair is two rows); None = the script's own business.
+    frozen: models beside the trained one that only answer: a teacher, a reference without an adapter, reward models.
     total_steps: optimizer steps of the whole run; None = not known, and then spot "auto" means on-demand.
     expected_s: how long it will train, where somebody knows.
     spent_usd: what earlier attempts cost; the budget covers them too.
     """
 
     model: ModelShape | None
+    frozen: tuple[ModelShape, ...] = ()
+    gradient_checkpointing: bool = False
     adapter: Adapter = "none"
     rank: int = Field(16, ge=1)
     optimizer: Optimizer = "adamw"
@@ -127,18 +130,29 @@ _LORA_WIDTH = 24  # sum of (inputs + outputs) of the seven matrices of a layer, 
 # torch.autograd.graph.saved_tensors_hooks on transformers' Llama and Qwen2: 21 (MLP 2.7 times the hidden size),
 # 25 (3.5), 28 (4.75). The 17 of arXiv:2205.05198, table 2, are for a GPT without gates.
 _ACTIVATION_ELEMENTS = 32
+# With gradient checkpointing a layer keeps its input alone, and one layer at a time is computed again.
+_KEPT_ELEMENTS = 1
 _LOGIT_BYTES = 12  # float32 copies beside the logits: for the loss, its log-softmax and its gradient
 
 
 def estimate_memory(
-    model: ModelShape, adapter: Adapter, optimizer: Optimizer, max_length: int, micro_batch: int, *, rank: int = 16
+    model: ModelShape,
+    adapter: Adapter,
+    optimizer: Optimizer,
+    max_length: int,
+    micro_batch: int,
+    *,
+    rank: int = 16,
+    gradient_checkpointing: bool = False,
+    frozen: Sequence[ModelShape] = (),
 ) -> MemoryNeed:
     """The memory of one worker at its peak, the backward pass.
 
-    weights      parameters x bytes; with qlora 0.516 bytes each, and the embeddings as they are
+    weights      parameters x bytes; with qlora 0.516 bytes each, and the embeddings as they are; and of `frozen` models
     gradients    trained weights x bytes
     optimizer    trained weights x (8 for AdamW's moments + 4 for a float32 master copy of 16-bit weights)
-    activations  micro_batch x max_length x layers x hidden_size x 32 elements x bytes
+    activations  micro_batch x max_length x layers x hidden_size x 32 elements x bytes; with gradient checkpointing
+                 (layers x 1 element + 32 elements of one layer)
     logits       micro_batch x max_length x vocabulary x (bytes + 12)
 
     Trained are all weights, or with an adapter rank x 24 x hidden_size x layers weights of 4 bytes. Full fine-tuning
@@ -154,11 +168,16 @@ def estimate_memory(
         trained, trained_bytes = rank * _LORA_WIDTH * model.hidden_size * model.layers, 4
     master_bytes = _MASTER_BYTES if trained_bytes < 4 and optimizer != "sgd" else 0
     tokens = micro_batch * max_length
+    elements = model.layers * _ACTIVATION_ELEMENTS
+    if gradient_checkpointing:
+        elements = model.layers * _KEPT_ELEMENTS + _ACTIVATION_ELEMENTS
+    frozen_bytes = sum(each.parameters * each.bytes_per_weight for each in frozen)
+    own_bytes = _base_bytes(model, adapter) + (trained * trained_bytes if adapter != "none" else 0)
     return MemoryNeed(
-        weights_gib=(_base_bytes(model, adapter) + (trained * trained_bytes if adapter != "none" else 0)) / _GIB,
+        weights_gib=(own_bytes + frozen_bytes) / _GIB,
         gradients_gib=trained * trained_bytes / _GIB,
         optimizer_gib=trained * (_OPTIMIZER_BYTES[optimizer] + master_bytes) / _GIB,
-        activations_gib=tokens * model.layers * model.hidden_size * _ACTIVATION_ELEMENTS * stored_bytes / _GIB,
+        activations_gib=tokens * elements * model.hidden_size * stored_bytes / _GIB,
         logits_gib=tokens * model.vocabulary * (stored_bytes + _LOGIT_BYTES) / _GIB,
     )
 
@@ -182,8 +201,20 @@ def _need(request: PlanRequest, row: InstanceType, micro_batch: int) -> MemoryNe
     stored_bytes = 4 if wide else 2 if request.dtype == "bfloat16" else request.model.bytes_per_weight
     model = request.model.model_copy(update={"bytes_per_weight": stored_bytes})
     return estimate_memory(
-        model, request.adapter, request.optimizer, request.max_length, micro_batch, rank=request.rank
+        model,
+        request.adapter,
+        request.optimizer,
+        request.max_length,
+        micro_batch,
+        rank=request.rank,
+        gradient_checkpointing=request.gradient_checkpointing,
+        frozen=request.frozen,
     )
+
+
+def memory_on(request: PlanRequest, plan: Plan) -> MemoryNeed | None:
+    """The estimate for that plan, by what takes it; None where the model's shape is not known."""
+    return _need(request, find(plan.instance_type), plan.micro_batch_size or request.batch_size or 1)
 
 
 def _fits(request: PlanRequest, row: InstanceType, micro_batch: int) -> bool:

@@ -20,7 +20,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from microtuning_core.domain.algorithms import Algorithm, EnvironmentSpec, LossSpec, RewardSpec
+from microtuning_core.domain.algorithms import (
+    Algorithm,
+    EnvironmentSpec,
+    GrpoSettings,
+    LossSpec,
+    MultiTurnSettings,
+    RewardSpec,
+)
 from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import Problem
 from microtuning_core.domain.fields import ModelSource, S3Location, as_value_error
@@ -28,6 +35,7 @@ from microtuning_core.domain.layout import belongs_to, parse_s3_uri
 from microtuning_core.domain.names import check_run_name, check_tenant
 from microtuning_core.domain.record import Record, UsdAmount, Value
 
+POLICIES = (GrpoSettings, MultiTurnSettings)
 PRESETS = ("Transformer", "tiny-decoder")  # "Transformer" is the friendly name of tiny-decoder
 
 
@@ -146,8 +154,8 @@ def locations(spec: RunSpec) -> list[tuple[str, str]]:
 
 def warm_data(spec: RunSpec) -> str | None:
     """Where the demonstrations of a warm start are."""
-    warm_start = getattr(spec.algorithm, "warm_start", None)
-    return warm_start.data if warm_start else None
+    algorithm = spec.algorithm
+    return algorithm.warm_start.data if isinstance(algorithm, POLICIES) and algorithm.warm_start else None
 
 
 def teacher_uri(spec: RunSpec) -> str | None:

@@ -14,11 +14,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from microtuning_core.domain.algorithms import ALGORITHMS, LOSS_ALGORITHMS, POLICY_ALGORITHMS
+from microtuning_core.domain.algorithms import (
+    ALGORITHMS,
+    LOSS_ALGORITHMS,
+    POLICY_ALGORITHMS,
+    DpoSettings,
+    KtoSettings,
+)
 from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.domain.fields import Json
-from microtuning_core.domain.spec import RunSpec
+from microtuning_core.domain.spec import POLICIES, RunSpec
 
 MAX_SPEC_BYTES = 200_000  # a run's record holds its spec, and DynamoDB an item of 400 kB
 
@@ -149,7 +155,7 @@ def _environment_faults(name: str, value: Any) -> Iterator[str]:
 
 
 def _missing_parts(spec: RunSpec) -> list[Problem]:
-    problems = [*_about_rewards(spec), *_about_model(spec)]
+    problems = [*_about_rewards(spec), *_about_model(spec), *_about_processes(spec)]
     named = code_entries(spec)
     if spec.code is None and named:
         problems.append(Problem("code", f"{named[0]} is code of yours, and the spec names no code that holds it"))
@@ -184,10 +190,32 @@ def _about_model(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("model.dropout", "is the dropout of an adapter, and none is trained")
         if model.merge:
             yield Problem("model.merge", "merges an adapter, and none is trained")
+    if model.adapter == "qlora" and model.merge:
+        yield Problem("model.merge", "quantized weights are not merged; use lora, or merge the adapter afterwards")
     if model.adapter == "qlora" and (without := [each for each in named if not CATALOG[each].gpus]):
         yield Problem("model.adapter", f"qlora needs CUDA, and {without[0]} has no GPU; use lora, or a GPU type")
-    if getattr(spec.algorithm, "reference", None) == "adapter_off" and model.effective_adapter == "none":
-        yield Problem("algorithm.reference", "there is no adapter to switch off; use auto or precomputed")
+    algorithm = spec.algorithm
+    if isinstance(algorithm, DpoSettings | KtoSettings) and algorithm.reference == "adapter_off":
+        if model.effective_adapter == "none":
+            yield Problem("algorithm.reference", "there is no adapter to switch off; use auto or precomputed")
+    elif isinstance(algorithm, POLICIES) and algorithm.kl_coef and model.arch:
+        message = (
+            "holds the model to what it was before the run, and a preset begins from random weights; leave it at 0"
+        )
+        yield Problem("algorithm.kl_coef", message)
+
+
+def _about_processes(spec: RunSpec) -> Iterator[Problem]:
+    """One process a GPU, or as many as there are vCPUs where there is none."""
+    processes, named = spec.compute.processes, spec.compute.instance
+    if processes is None:
+        return
+    if spec.algorithm.type == "script":
+        yield Problem("compute.processes", "a script starts its own processes")
+    elif processes > spec.algorithm.batch_size:
+        yield Problem("compute.processes", f"a batch of {spec.algorithm.batch_size} cannot be shared by {processes}")
+    if named != "auto" and processes > (room := CATALOG[named].gpus or CATALOG[named].vcpus):
+        yield Problem("compute.processes", f"{named} has room for {room}")
 
 
 def code_entries(spec: RunSpec) -> list[str]:

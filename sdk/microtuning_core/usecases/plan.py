@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -22,7 +23,7 @@ from microtuning_core.domain.planning import (
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
-from microtuning_core.domain.spec import RunSpec
+from microtuning_core.domain.spec import POLICIES, RunSpec, reward_models
 from microtuning_core.domain.spec_checks import dump_spec
 from microtuning_core.usecases.services import Services
 
@@ -96,21 +97,36 @@ def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
 
 def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
     """What planning needs of a spec. InvalidSpec when the model's size cannot be told and no type is named."""
-    return request_for(spec, _shape(services, spec), spent_usd)
+    others = [_shape_of(services, source) for source in frozen_sources(spec)]
+    return request_for(spec, _shape(services, spec), spent_usd, frozen=others)
 
 
-def request_for(spec: RunSpec, shape: ModelShape | None, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
-    """The same from a shape that is known already (fit() reads it from a local folder)."""
+def frozen_sources(spec: RunSpec) -> list[str]:
+    """Where the models are from that only answer: the teacher, and the reward models."""
+    teacher = [spec.algorithm.teacher.base] if spec.algorithm.type == "distillation" else []
+    return [*teacher, *reward_models(spec).values()]
+
+
+def request_for(
+    spec: RunSpec,
+    shape: ModelShape | None,
+    spent_usd: Decimal = Decimal(0),
+    *,
+    frozen: Sequence[ModelShape | None] = (),
+) -> PlanRequest:
+    """The same from shapes that are known already (fit() reads them from local folders); None = not known."""
     algorithm, compute, model = spec.algorithm, spec.compute, spec.model
     trained = algorithm if algorithm.type != "script" else None
     total_steps = trained.max_train_steps if trained else None
     return PlanRequest(
         model=shape,
+        frozen=(*(each for each in frozen if each), *_own_reference(spec, shape)),
+        gradient_checkpointing=model.gradient_checkpointing,
         adapter=model.effective_adapter if trained else "none",
         rank=model.rank,
         dtype=model.dtype,
         max_length=trained.max_length if trained else 1024,
-        batch_size=trained.batch_size if trained else None,
+        batch_size=trained.batch_size * _rows_of(trained.type) if trained else None,
         instance=compute.instance,
         fallbacks=compute.fallbacks,
         count=compute.count,
@@ -124,21 +140,34 @@ def request_for(spec: RunSpec, shape: ModelShape | None, spent_usd: Decimal = De
     )
 
 
+def _rows_of(algorithm_type: str) -> int:
+    """Sequences in what `batch_size` counts: of a pair two."""
+    return 2 if algorithm_type in ("dpo", "orpo", "reward") else 1
+
+
+def _own_reference(spec: RunSpec, shape: ModelShape | None) -> tuple[ModelShape, ...]:
+    """A policy with a penalty and no adapter to switch off is held to a second copy of the model."""
+    is_held = isinstance(spec.algorithm, POLICIES) and spec.algorithm.kl_coef > 0
+    return (shape,) if is_held and shape and spec.model.effective_adapter == "none" else ()
+
+
 def _shape(services: Services, spec: RunSpec) -> ModelShape | None:
     """The model's shape: of the preset, from config.json of an own prefix, or from the size in a hub id's name."""
     base = spec.model.base
     if base is None:
         return TINY_DECODER
-    shape = None
-    if base.startswith("s3://"):
-        key = base.removeprefix(f"s3://{services.names.bucket}/").rstrip("/")
-        shape = _shape_in(services, f"{key}/config.json")
-    else:
-        shape = shape_from_name(base)
+    shape = _shape_of(services, base)
     if shape is None and spec.algorithm.type != "script" and spec.compute.instance == "auto":
         message = f"the size of {base} cannot be told from its name or config.json; name a type that holds it"
         raise InvalidSpec([Problem("compute.instance", message)])
     return shape
+
+
+def _shape_of(services: Services, source: str) -> ModelShape | None:
+    if not source.startswith("s3://"):
+        return shape_from_name(source)
+    key = source.removeprefix(f"s3://{services.names.bucket}/").rstrip("/")
+    return _shape_in(services, f"{key}/config.json")
 
 
 def _shape_in(services: Services, config_key: str) -> ModelShape | None:
