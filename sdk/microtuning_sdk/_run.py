@@ -25,6 +25,7 @@ from microtuning_sdk._display import detached
 from microtuning_sdk._follow import CLOUD_POLL_S, LOCAL_POLL_S, follow, wait_silently
 from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._logs import LogTail, metrics_in
+from microtuning_sdk._rollouts import Order, Rollout, in_order, read_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -135,6 +136,20 @@ class Run:
         tail = LogTail(self.stage.cloudwatch_logs)
         lines = tail.read(attempt.job_name for attempt in self.record.attempts)
         return metrics_in(event for line in lines if (event := line.event))
+
+    def rollouts(self, step: int | None = None, *, order: Order = "written") -> list[Rollout]:
+        """What the model said in a step and how every part of the reward scored it; of a run that trains, too.
+
+        Args:
+            step: the newest by default. A step that is not in the log gives nothing.
+            order: "best" or "worst" by reward first, or as the completions were drawn.
+
+        Returns:
+            One dict a completion: step, index, row ("file:line" of its prompt), prompt, completion, reward, components,
+            notes, advantage, truncated, tokens. reward is None where it was not scored.
+        """
+        run = self.record
+        return in_order(read_rollouts(self.stage.objects, self.run_id, run.lineage, step), order)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The registered checkpoints, oldest first; RunNotFound when there is no such run."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from microtuning_sdk import _views
 from microtuning_sdk._connection import connect
 from microtuning_sdk._run import Run
-from microtuning_sdk.cli import _branches
+from microtuning_sdk.cli import _branches, _rollouts
 from microtuning_sdk.cli._common import (
     add_json,
     add_run_id,
@@ -44,6 +44,7 @@ def add_parsers(verbs: Any) -> None:
     wait.add_argument("--timeout", type=seconds, metavar="SECONDS", help="give up waiting after this time")
     cancel = add_verb(inner, "cancel", cancel_run, "Stop a run; it saves a checkpoint first.")
     _branches.add_to(inner)
+    _rollouts.add_to(inner)
     for parser in (show, logs, wait, cancel):
         add_run_id(parser)
     for parser in (listing, show, wait, cancel):
