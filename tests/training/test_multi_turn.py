@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from microtuning_core.domain.datasets import Row
 from microtuning_core.domain.spec import ModelSpec
-from training_container.engine import Engine, Example, Sampling
+from training_container.engine import Completion, Engine, Example, Sampling
+from training_container.engine.parallel import World
 from training_container.environments.play import Stage, play
 from training_container.environments.pool import Environments
 from training_container.environments.transcript import Scribe
@@ -222,6 +224,46 @@ def test_tools_reach_the_template_and_a_turn_without_a_call_ends_the_episode(
     assert box.work() == 0
     first = box.of("metrics")[0]
     assert (first["reward"], first["turns"], first["environment_tool_calls"]) == (0.0, 1.0, 0.0)
+
+
+class Scripted:
+    """An engine that says what it was given to say, turn by turn, and keeps the contexts it was shown."""
+
+    def __init__(self, tokenizer: Any, turns: list[str]) -> None:
+        self.tokenizer, self.turns, self.world = tokenizer, iter(turns), World()
+        self.shown: list[str] = []
+
+    def sample(self, prompts: Any, sampling: Sampling, *, group_size: int = 1) -> Any:
+        ids = [*self.tokenizer(next(self.turns))["input_ids"], self.tokenizer.eos_token_id]
+        self.shown += [self.tokenizer.decode(prompt) for prompt in prompts]
+        return [[Completion(ids, [0.0] * len(ids), True)] for _ in prompts]
+
+
+def test_an_episode_with_tools_reads_as_the_template_would_have_written_it(
+    a_model_dir: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "games.py").write_text(GAMES, encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(a_model_dir(chat_template=HERMES))
+    call = '<tool_call>{"name": "buy", "arguments": {"name": "owl"}}</tool_call>'
+    engine: Any = Scripted(tokenizer, [call, "Done."])
+    environments = Environments("games:Shop", tmp_path, options={}, time_limit_s=20)
+    stage = Stage(engine, Scribe(tokenizer, [tokenizer.eos_token_id]), environments, max_steps=5, room=2000)
+    row = Row({"prompt": [{"role": "user", "content": "Buy"}], "item": "owl"}, "train.jsonl", 1)
+    environments.open()
+    try:
+        (transcript,) = play(stage, [row], [0], Sampling(9))
+    finally:
+        environments.close()
+    assert (transcript.total, transcript.turns, transcript.metrics) == (1.0, 2, {"tool_calls": 1, "tool_errors": 0})
+    assert transcript.messages == [
+        {"role": "user", "content": "Buy owl"},
+        {"role": "assistant", "content": call},
+        {"role": "tool", "name": "buy", "content": "ok"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    whole = tokenizer.apply_chat_template(transcript.messages, tools=transcript.tools, tokenize=False)
+    assert tokenizer.decode(transcript.tokens) == whole
+    assert engine.shown[0].endswith("<user>Buy owl<eos><assistant>")
 
 
 def test_a_reward_function_scores_whole_episodes_beside_the_environment(a_game: Box) -> None:
