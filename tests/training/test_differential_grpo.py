@@ -137,12 +137,14 @@ def drawn(engine: Engine, *, told: bool = False) -> Drawn:
     return Drawn(rows, advantages, near(0.25), near(0.4), near(0.5))
 
 
-def ours(model: Any, tokenizer: Any, data: Drawn, objective: Objective, *, rows: int | None = None) -> dict[str, Any]:
+def ours(
+    model: Any, tokenizer: Any, examples: list[Example], objective: Objective, *, rows: int | None = None,
+    totals: Totals | None = None,
+) -> dict[str, Any]:  # fmt: skip
     engine = Engine(copy.deepcopy(model), tokenizer, spec=ModelSpec(arch="tiny-decoder"), source="", seed=0)
     engine.micro_batch_rows = rows
-    examples = data.examples()
     loss = partial(policy_loss, objective=objective)
-    metrics = engine.forward_backward(examples, loss, temperature=TEMPERATURE, totals=Totals.of(examples))
+    metrics = engine.forward_backward(examples, loss, temperature=TEMPERATURE, totals=totals)
     return metrics | {"gradient": {name: weight.grad for name, weight in engine.trainable.items()}}
 
 
@@ -203,7 +205,10 @@ def test_loss_and_gradient_are_trls(name: str, told: bool, parts: Any) -> None:
     data = drawn(
         Engine(copy.deepcopy(model), tokenizer, spec=ModelSpec(arch="tiny-decoder"), source="", seed=0), told=told
     )
-    found, expected = ours(model, tokenizer, data, objective), theirs(trainer, model, data.tensors(), **changes)
+    found, expected = (
+        ours(model, tokenizer, data.examples(), objective),
+        theirs(trainer, model, data.tensors(), **changes),
+    )
     assert found["clipped"] > 0.02, "a comparison that clips nothing shows little"
     apart = distance(found, expected)
     print(f"{name}: loss {apart[0]:.1e}, gradient {apart[1]:.1e} from TRL's")
@@ -217,23 +222,33 @@ def test_weights_of_a_foreign_sampler_are_trls_cut_at_the_same_cap(parts: Any) -
     inputs = data.tensors() | {"importance_sampling_ratio": ratio}
     changes = BY_TOKEN | {"use_vllm": True, "vllm_importance_sampling_correction": True, "beta": 0.04}
     expected = theirs(trainer, model, inputs, **changes)
-    apart = distance(ours(model, tokenizer, data, Objective(off_policy_cap=1.25, kl_coef=0.04)), expected)
+    apart = distance(ours(model, tokenizer, data.examples(), Objective(off_policy_cap=1.25, kl_coef=0.04)), expected)
     assert max(apart) < CLOSE
 
 
 @pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo", "dro"])
-def test_micro_batches_their_order_and_dropped_rows_leave_the_gradient_as_it_is(
-    loss: Any, normalise: Any, parts: Any
-) -> None:
+def test_micro_batches_and_the_order_of_rows_leave_the_gradient_as_it_is(loss: Any, normalise: Any, parts: Any) -> None:
     model, tokenizer, _ = parts
     data = drawn(Engine(copy.deepcopy(model), tokenizer, spec=ModelSpec(arch="tiny-decoder"), source="", seed=0))
     objective = Objective(loss, normalise=normalise, max_tokens=LONGEST, kl_coef=0.1)
-    whole = ours(model, tokenizer, data, objective, rows=8)
+    whole = ours(model, tokenizer, data.examples(), objective, rows=8)
     for rows in (1, 3):
-        assert max(distance(ours(model, tokenizer, data, objective, rows=rows), whole)) < CLOSE
-    turned = Drawn(*(list(reversed(values)) for values in vars(data).values()))
-    assert max(distance(ours(model, tokenizer, turned, objective, rows=3), whole)) < CLOSE
+        assert max(distance(ours(model, tokenizer, data.examples(), objective, rows=rows), whole)) < CLOSE
+    assert max(distance(ours(model, tokenizer, data.examples()[::-1], objective, rows=3), whole)) < CLOSE
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "gspo"])
+def test_rows_without_an_advantage_may_be_left_out_and_counted(loss: Any, normalise: Any, parts: Any) -> None:
+    model, tokenizer, _ = parts
+    data = drawn(Engine(copy.deepcopy(model), tokenizer, spec=ModelSpec(arch="tiny-decoder"), source="", seed=0))
+    data.advantages[4:] = [0.0] * 4  # a group without spread
+    objective = Objective(loss, normalise=normalise, max_tokens=LONGEST)
+    examples = data.examples()
+    without = ours(model, tokenizer, examples[:4], objective, totals=Totals.of(examples))
+    apart = distance(without, ours(model, tokenizer, examples, objective))
+    assert max(apart) < CLOSE
 
 
 # --- advantages ----------------------------------------------------------------------------------------------------------
