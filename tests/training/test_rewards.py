@@ -17,8 +17,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from microtuning_core.domain.algorithms import RewardSpec
 from training_container.failures import UserFailure, classify
-from training_container.rewards import Question, RewardFunction, Scores
+from training_container.metrics import EventLog
+from training_container.rewards import Question, Rewards, Scores, open_rewards
 from training_container.rewards.functions import as_answers, score_batch
 from training_container.user_code import Refusal, accepted
 
@@ -29,24 +31,28 @@ def asked(*completions: str, **columns: list[Any]) -> Question:
     return Question(["q"] * len(completions), list(completions), [[7]] * len(completions), columns)
 
 
+def opened(entry: str, code: Path, *, time_limit_s: float) -> Rewards:
+    spec = RewardSpec(entry=entry, time_limit_s=time_limit_s)
+    return open_rewards(spec, code, seed=0, log=EventLog(code / "log.jsonl", 1), model_channel=code.joinpath)
+
+
 Ask = Callable[..., Scores]
 
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Iterator[Ask]:
     """Scores of completions by `entry` of this source, in a real reward process."""
-    opened: list[RewardFunction] = []
+    every: list[Rewards] = []
 
     def score(
         source: str, question: Question, *, entry: str = "user:score", limit_s: float = 20, step: int = 1
     ) -> Scores:
         (tmp_path / "user.py").write_text(source, encoding="utf-8")
-        reward = RewardFunction(entry, tmp_path, time_limit_s=limit_s)
-        opened.append(reward)
-        return reward.__enter__().score(question, step=step)
+        every.append(opened(entry, tmp_path, time_limit_s=limit_s))
+        return every[-1].score(question, step=step)
 
     yield score
-    for reward in opened:
+    for reward in every:
         reward.close()
 
 
@@ -235,7 +241,7 @@ def test_the_one_completion_that_hangs_is_found_counted_and_the_others_keep_thei
 def test_a_function_that_hangs_on_everything_ends_the_run_at_the_third_step(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text("import time\ndef score(**kw):\n    time.sleep(60)\n", encoding="utf-8")
     began_s = time.monotonic()
-    with RewardFunction("user:score", tmp_path, time_limit_s=0.4) as reward:
+    with opened("user:score", tmp_path, time_limit_s=0.4) as reward:
         assert reward.score(asked("a", "b"), step=1).timed_out == 2
         assert reward.score(asked("a", "b"), step=2).timed_out == 2
         with pytest.raises(
@@ -337,7 +343,7 @@ def test_a_pickled_closure_lambda_partial_or_object_scores_as_it_does_here(name:
     function = module.make(0.5) if name == "make" else getattr(module, name)
     (tmp_path / "reward.pkl").write_bytes(cloudpickle.dumps(function))
     (tmp_path / "code.json").write_text(json.dumps({"python": f"{sys.version_info.major}.{sys.version_info.minor}"}))
-    with RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20) as reward:
+    with opened("pickle:reward.pkl", tmp_path, time_limit_s=20) as reward:
         assert reward.score(asked("a", "bb"), step=1).values == [
             float(value) for value in function(completions=["a", "bb"])
         ]
@@ -347,4 +353,4 @@ def test_a_pickle_of_another_python_is_refused_and_not_loaded(tmp_path: Path) ->
     (tmp_path / "reward.pkl").write_bytes(b"this would fail to load")
     (tmp_path / "code.json").write_text('{"python": "3.9.1"}', encoding="utf-8")
     with pytest.raises(UserFailure, match=r"pickled by Python 3\.9\.1 and the job runs Python 3\.1"):
-        RewardFunction("pickle:reward.pkl", tmp_path, time_limit_s=20)
+        opened("pickle:reward.pkl", tmp_path, time_limit_s=20)

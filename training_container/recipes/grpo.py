@@ -137,6 +137,7 @@ def reward_function(run: Run) -> Rewards:
         log=run.log,
         model_channel=run.job.tree.channel,
         device=run.engine.device,
+        keep=run.job.tree.checkpoints,
         world=run.engine.world,
     )
 

@@ -6,7 +6,7 @@ scores.py                             questions, answers, and the weighted sum o
 opening.py                            from the settings to all of it
 """
 
-from .opening import RewardFunction, Rewards, open_rewards
+from .opening import Rewards, open_rewards
 from .scores import NOT_SCORED, Answer, Answers, Question, Reward, Scores
 
 __all__ = [

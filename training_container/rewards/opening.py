@@ -98,7 +98,7 @@ def open_rewards(
     if world is None or world.is_main:
         try:
             for name, part in spec.named_parts.items():
-                opened[name] = Patient(open_part(name, part, around), part.entry, spec.time_limit_s)
+                opened[name] = Patient(open_part(name, part, around), part.entry, spec.time_limit_s, log)
         except BaseException:
             Rewards(opened, weights).close()
             raise
@@ -134,8 +134,8 @@ def _key_named(name: str) -> str:
 class Patient:
     """A part that may fail to answer a few times, and not for ever."""
 
-    def __init__(self, reward: Reward, entry: str, time_limit_s: float) -> None:
-        self._reward, self._entry, self._time_limit_s = reward, entry, time_limit_s
+    def __init__(self, reward: Reward, entry: str, time_limit_s: float, log: EventLog) -> None:
+        self._reward, self._entry, self._time_limit_s, self._log = reward, entry, time_limit_s, log
         self._in_vain = 0
 
     def score(self, question: Question, *, step: int) -> Answers:
@@ -145,7 +145,11 @@ class Patient:
             UserFailure: as there; or three steps in a row not one completion got an answer.
         """
         answers = self._reward.score(question, step=step)
-        nothing = bool(answers.each) and all(each.timed_out for each in answers.each)
+        late = sum(each.timed_out for each in answers.each)
+        if late and answers.cause:
+            message = f"the reward {self._entry} did not answer for {late} completions: {answers.cause}"
+            self._log.emit("notice", step=step, message=message)
+        nothing = 0 < late == len(answers.each)
         self._in_vain = self._in_vain + 1 if nothing else 0
         if self._in_vain >= _MAX_IN_VAIN:
             cause = f": {answers.cause}" if answers.cause else ""
@@ -157,11 +161,3 @@ class Patient:
 
     def close(self) -> None:
         self._reward.close()
-
-
-class RewardFunction(Rewards):
-    """One function alone, under the weight 1."""
-
-    def __init__(self, entry: str, code: Path, *, time_limit_s: float, seed: int = 0) -> None:
-        reward = FunctionReward(entry, code, time_limit_s=time_limit_s, seed=seed)
-        super().__init__({"reward": Patient(reward, entry, time_limit_s)}, {"reward": 1.0})
