@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -126,6 +127,19 @@ def test_what_a_loop_raises_is_the_users_with_file_and_line(
     assert box.failure["message"].startswith("The loop loop:train: ")
     assert message in box.failure["message"]
     assert (box.failure["file"], box.failure["line"]) == (str(box.tree.code / "loop.py"), line)
+
+
+def test_a_pickled_loop_runs_and_its_error_names_the_line_it_was_written_at(a_box: Box, rows: Rows) -> None:
+    def loop(engine: Any, run: Any) -> None:
+        run.end_step({"options": run.settings.options["rate"]}, tokens=0)
+        raise KeyError("missing")
+
+    box = with_loop(a_box, rows, "", algorithm={"entry": "pickle:loop.pkl"})
+    (box.tree.channel("code") / "loop.pkl").write_bytes(cloudpickle.dumps(loop))
+    assert box.work() == 1
+    assert box.of("metrics")[0]["options"] == 3e-3
+    assert box.failure["message"] == "The loop pickle:loop.pkl: KeyError: 'missing'"
+    assert box.failure["line"] == loop.__code__.co_firstlineno + 2
 
 
 def test_a_name_that_is_not_there_is_the_users(a_box: Box, rows: Rows) -> None:
