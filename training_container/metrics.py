@@ -21,13 +21,15 @@ from .texts import printable
 
 
 class EventLog:
-    """Writes events; `attempt` is stamped on each."""
+    """Writes events; `attempt` is stamped on each. Of several processes only the main one writes."""
 
-    def __init__(self, path: Path, attempt: int) -> None:
-        self._path, self._attempt = path, attempt
+    def __init__(self, path: Path, attempt: int, *, writes: bool = True) -> None:
+        self._path, self._attempt, self._writes = path, attempt, writes
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event. One write a line, so that a killed process leaves no half line before the next one's."""
+        if not self._writes:
+            return
         line = json.dumps(json_safe({"event": event, "time": now_text(), "attempt": self._attempt} | fields)) + "\n"
         sys.stdout.write(line)
         sys.stdout.flush()

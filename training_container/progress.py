@@ -61,12 +61,23 @@ class Meter:
 
 
 class ProgressWriter:
-    """Keeps progress.json of one attempt; a worker started in place goes on from what the last one wrote."""
+    """Keeps progress.json of one attempt; a worker started in place goes on from what the last one wrote.
+
+    Of several processes only the main one writes.
+    """
 
     def __init__(
-        self, folder: Path, *, run_id: str, attempt: int, lineage: int, every_s: float, started_at_s: float
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        attempt: int,
+        lineage: int,
+        every_s: float,
+        started_at_s: float,
+        writes: bool = True,
     ) -> None:
-        self._path = folder / PROGRESS_NAME
+        self._path, self._writes = folder / PROGRESS_NAME, writes
         self._identity = {"run_id": run_id, "attempt": attempt, "lineage": lineage}
         self._every_s, self._started_at_s, self._written_at_s = every_s, started_at_s, -float("inf")
         self.worker_began_at_s = time.monotonic()
@@ -96,7 +107,7 @@ class ProgressWriter:
     def write(self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False) -> None:
         """Write when it is time, or `at_once`."""
         now_s = time.monotonic()
-        if not at_once and now_s - self._written_at_s < self._every_s:
+        if not self._writes or (not at_once and now_s - self._written_at_s < self._every_s):
             return
         self._written_at_s = now_s
         busy_s = sum(seconds for name, seconds in self.meter.seconds.items() if name != "idle")

@@ -171,6 +171,8 @@ class Run:
         self.meter.longest_step_s = max(self.meter.longest_step_s, seconds)
         self.state.step += 1
         reported = {**metrics, "tokens_per_s": tokens / max(seconds, 1e-9)}
+        if self.engine.world.size > 1:
+            reported["bytes_sent"] = self.engine.bytes_sent
         epoch = self.state.cursor.epoch + 1
         self.log.emit("metrics", step=self.state.step, total_steps=self.total_steps, epoch=epoch, **reported)
         self.progress.first = self.progress.first or dict(reported)
@@ -226,8 +228,11 @@ class Run:
 
     # --- keeping --------------------------------------------------------------------------------------------------------
 
-    def save(self, metrics: Mapping[str, Any], *, final: bool = False) -> CheckpointManifest:
-        """Keep everything the next step depends on as checkpoint `state.step`."""
+    def save(self, metrics: Mapping[str, Any], *, final: bool = False) -> None:
+        """Keep everything the next step depends on as checkpoint `state.step`. Every process calls, the main one writes."""
+        if not self.engine.world.is_main:
+            self.engine.save_state(self.job.tree.checkpoints)  # gives its part
+            return
         with self.meter.phase("checkpoint"):
             checkpoint = write_checkpoint(
                 self.job.tree.checkpoints,
@@ -237,7 +242,6 @@ class Run:
             )
             prune(self.job.tree.checkpoints, self.spec.checkpoint.keep)
         self.log.emit("checkpoint", step=self.state.step, bytes=checkpoint.manifest.total_bytes, final=final)
-        return checkpoint.manifest
 
     def _fill(self, folder: Path) -> None:
         self.engine.save_state(folder)
@@ -252,7 +256,7 @@ class Run:
             lineage=self.job.plan.lineage,
             step=self.state.step,
             epoch=self.state.cursor.epoch,
-            world_size=1,
+            world_size=self.engine.world.size,
             global_batch=self.settings.batch_size,
             spec_sha256=self.spec.sha256,
             code_sha256=self.spec.code.sha256 if self.spec.code else None,
@@ -289,10 +293,15 @@ class Run:
         )
 
     def leave_if_asked(self, *, saved: bool) -> None:
-        """At a boundary between steps: end the process when a stop was asked for, keeping the state first."""
-        if os.getppid() != self._parent_pid:
+        """At a boundary between steps: end the process when a stop was asked for, keeping the state first.
+
+        A signal comes to processes at different moments: they leave at the first boundary where one of them knows.
+        """
+        is_orphan = os.getppid() != self._parent_pid
+        asked = self.engine.world.most(2 if is_orphan else int(self._stop_requested()))
+        if asked == 2:
             raise Stopped("the supervisor is gone")
-        if self._stop_requested():
+        if asked:
             if not saved:
                 self.save(self.progress.last)
             self.write_progress(at_once=True)

@@ -1,13 +1,16 @@
 """PID 1 of a training job: `python -m training_container.supervisor`.
 
-It reads what to do, imports torch once, and forks workers from that warm process: a worker that crashed is back in a tenth
-of a second instead of four. It traps SIGTERM, which the stock toolkit does not, and lets the worker save at its next step.
-Whatever the job started, however detached, becomes its child in the end and is killed with it.
+It reads what to do, imports torch once, and forks workers from that warm process, one a GPU or as many as the spec says: a
+worker that crashed is back in a tenth of a second instead of four. It traps SIGTERM, which the stock toolkit does not, and
+lets the workers save at their next step. Whatever the job started, however detached, becomes its child in the end and is
+killed with it.
 
     worker ends with 0      the job ends with 0
     143                     stopped after a checkpoint; so does the job
     1, failure file         user, numerics, memory: the job ends with 1. platform: as below
     a signal                started again from the newest checkpoint, at most 3 times without a newer one
+
+Several workers are one to all this: the first that fails or dies ends the others, and all are started again together.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -29,6 +33,7 @@ from .job import Job, read_job, unpack_code
 from .metrics import EventLog
 from .paths import MlTree
 from .processes import adopt_orphans, die_with_parent, end_children, oom_kills
+from .sagemaker_env import count_gpus
 
 if TYPE_CHECKING:
     from .progress import RestartClock
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
 GRACE_S = 100
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
 EXIT_FAILED, EXIT_STOPPED = 1, 128 + signal.SIGTERM
+# Who lost another process fails a moment before that one's own death can be seen.
+_SETTLING_S = 0.2
 
 WARM_IMPORTS = ("torch", "transformers.models.llama.modeling_llama", "peft", "training_container.worker",
                 "training_container.recipes.grpo", "training_container.recipes.sft")  # fmt: skip
@@ -74,34 +81,29 @@ class Ending:
 
 
 class Supervisor:
-    """The one child at a time, and whether a stop was asked for."""
+    """The children (a script, or the workers of one run), and whether a stop was asked for."""
 
     def __init__(self) -> None:
         self._began_at_s = time.monotonic()
         self._stop_asked = False
-        self._child: int | None = None
+        self._children: set[int] = set()
 
     # --- signals --------------------------------------------------------------------------------------------------------
 
     def on_stop(self, *_: Any) -> None:
-        """Pass SIGTERM on, and set a limit to the child's patience."""
+        """Pass SIGTERM on, and set a limit to the children's patience."""
         self._stop_asked = True
         signal.signal(signal.SIGALRM, self._on_grace_over)
         signal.alarm(GRACE_S)
-        self._tell_child(signal.SIGTERM)
+        tell(self._children, signal.SIGTERM)
 
     def _on_grace_over(self, *_: Any) -> None:
-        self._tell_child(signal.SIGKILL)
-
-    def _tell_child(self, number: int) -> None:
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended; its status is waiting
-                os.kill(self._child, number)
+        tell(self._children, signal.SIGKILL)
 
     def _adopt(self, pid: int) -> None:
-        self._child = pid
+        self._children.add(pid)
         if self._stop_asked:
-            self._tell_child(signal.SIGTERM)
+            tell([pid], signal.SIGTERM)
 
     # --- scripts --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class Supervisor:
         from .recipes.script import run_script
 
         _status, failure = run_script(job, self._adopt, end_children)
-        self._child = None
+        self._children.clear()
         if self._stop_asked:
             return EXIT_STOPPED
         if failure:
@@ -127,7 +129,9 @@ class Supervisor:
             if self._stop_asked:
                 return EXIT_STOPPED
             kills_before = oom_kills()
-            ending = self._wait_for(self._fork(job, restart), kills_before)
+            for variables in torchrun_variables(workers_of(job)):
+                self._fork(job, restart, variables)
+            ending = self._wait(kills_before)
             ended_at_s = time.monotonic()
             if (verdict := self._verdict(job, ending)) is not None:
                 return verdict
@@ -140,7 +144,7 @@ class Supervisor:
             log.emit("notice", message=f"the worker was {ending.cause}; starting again from checkpoint {reached}")
             restart = self._clock(ending, ended_at_s)
 
-    def _fork(self, job: Job, restart: RestartClock | None) -> int:
+    def _fork(self, job: Job, restart: RestartClock | None, variables: Mapping[str, str]) -> None:
         """Start a worker; SIGTERM waits until both sides know what to do with it."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,19 +152,46 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
+            os.environ.update(variables)
             os._exit(be_worker(job, parent, self._began_at_s if restart is None else restart.forked_at_s, restart))
         self._adopt(pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        return pid
 
-    def _wait_for(self, worker: int, kills_before: int) -> Ending:
-        """Reap children until the worker is among them: as PID 1 we also inherit what others leave behind."""
-        while True:
+    def _wait(self, kills_before: int) -> Ending:
+        """Until all workers have ended well, or one has not: then the others end, too. The ending that explains the rest.
+
+        As PID 1 we also inherit what others leave behind.
+        """
+        statuses = [0]
+        while self._children:
             pid, status = os.waitpid(-1, 0)
-            if pid == worker:
-                self._child = None
-                code = os.waitstatus_to_exitcode(status)
-                return Ending(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > kills_before)
+            if pid not in self._children:
+                continue
+            self._children.remove(pid)
+            statuses.append(os.waitstatus_to_exitcode(status))
+            if statuses[-1] not in (0, EXIT_STOPPED):
+                statuses += self._end_the_others()
+        worst = (
+            min(statuses) if min(statuses) < 0 else max(statuses, key=lambda status: (status == EXIT_FAILED, status))
+        )
+        return Ending(worst, out_of_memory=worst == -signal.SIGKILL and oom_kills() > kills_before)
+
+    def _end_the_others(self) -> list[int]:
+        """How those ended that did so by themselves (a death counts more than the failures it caused); the rest is killed."""
+        found = []
+        ends_at_s = time.monotonic() + _SETTLING_S
+        while self._children and time.monotonic() < ends_at_s:
+            for worker in list(self._children):
+                pid, status = os.waitpid(worker, os.WNOHANG)
+                if pid:
+                    self._children.remove(pid)
+                    found.append(os.waitstatus_to_exitcode(status))
+            time.sleep(0.005)
+        tell(self._children, signal.SIGKILL)
+        for worker in self._children:
+            os.waitpid(worker, 0)
+        self._children.clear()
+        return found
 
     def _verdict(self, job: Job, ending: Ending) -> int | None:
         """The job's exit status, or None to start the worker again."""
@@ -204,6 +235,30 @@ def be_worker(job: Job, parent: int, started_at_s: float, restart: RestartClock 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def tell(pids: Iterable[int], number: int) -> None:
+    for pid in list(pids):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended; its status is waiting
+            os.kill(pid, number)
+
+
+def workers_of(job: Job) -> int:
+    return job.spec.compute.processes or max(1, count_gpus())
+
+
+def torchrun_variables(workers: int) -> list[dict[str, str]]:
+    """What torchrun would set, for each worker of this machine; nothing for one alone."""
+    if workers == 1:
+        return [{}]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    size = str(workers)
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # The machine's own name may not resolve in a container without a network.
+    shared["GLOO_SOCKET_IFNAME"] = "lo"
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
 
 
 def is_platform_failure(job: Job) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -18,7 +19,10 @@ from .checkpoints import Checkpoint, newest_whole, resume_checkpoint
 from .data import encode, read_channel, texts_of
 from .engine import Engine
 from .engine.export import leave_model
-from .failures import classify, write_failure
+from .engine.models import Head
+from .engine.parallel import World, join
+from .engine.precision import choose_precision
+from .failures import UserFailure, classify, write_failure
 from .job import Job
 from .metrics import EventLog
 from .progress import ProgressWriter, RestartClock
@@ -46,38 +50,56 @@ class StopFlag:
 def work(job: Job, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> int:
     """Train to the end; the exit status of the process. Every failure is written to the failure file.
 
+    Of several processes (torchrun's variables say so) each comes here, and the first that fails writes the file: what the
+    others then meet is only that it is gone.
+
     Args:
         started_at_s: time.monotonic() when the attempt began (or this worker, after a restart): all until the first step
             counts as load.
         restart: what the supervisor knows of the restart, if this is one.
     """
-    log = EventLog(job.tree.output_data / "metrics.jsonl", job.plan.attempt)
+    is_main = os.environ.get("RANK", "0") == "0"
+    log = EventLog(job.tree.output_data / "metrics.jsonl", job.plan.attempt, writes=is_main)
     run = None
     try:
-        prepare_torch(job)
-        run = begin(job, log, started_at_s=started_at_s, restart=restart, stop=stop)
+        world = prepare_torch(job)
+        run = begin(job, log, world, started_at_s=started_at_s, restart=restart, stop=stop)
         train(run)
+        world.leave()
         return 0
     except Stopped as reason:
         log.emit("notice", message=f"stopped at step {run.state.step if run else 0}: {reason}")
         return EXIT_STOPPED
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        write_failure(job.tree.failure, classify(error, user_code=job.tree.code))
+        if "RANK" not in os.environ or not job.tree.failure.exists():
+            write_failure(job.tree.failure, classify(error, user_code=job.tree.code))
         if run is not None:
             run.write_progress(at_once=True)
         return EXIT_FAILED
 
 
-def prepare_torch(job: Job) -> None:
-    """A fixed number of threads and deterministic kernels: sums depend on both in their last bits."""
-    torch.set_num_threads(job.torch_threads)
+def prepare_torch(job: Job) -> World:
+    """A fixed number of threads and deterministic kernels: sums depend on both in their last bits. Then the others."""
+    torch.set_num_threads(max(1, job.torch_threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, and for finding bugs
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return join(os.environ, own_device(), compression=job.spec.compute.gradient_compression)
 
 
-def begin(job: Job, log: EventLog, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> Run:
+def own_device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1))
+    torch.cuda.set_device(device)
+    return device
+
+
+def begin(
+    job: Job, log: EventLog, world: World, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag
+) -> Run:
     """The run as its newest whole checkpoint has it, or from its start."""
     progress = ProgressWriter(
         job.tree.checkpoints,
@@ -86,10 +108,14 @@ def begin(job: Job, log: EventLog, *, started_at_s: float, restart: RestartClock
         lineage=job.plan.lineage,
         every_s=job.progress_every_s,
         started_at_s=started_at_s,
+        writes=world.is_main,
     )
     rows = read_data(job)
-    checkpoint = find_checkpoint(job, log)
-    engine = make_engine(job, rows, checkpoint)
+    checkpoint = world.once(lambda: find_checkpoint(job, log))
+    if checkpoint:
+        check_same_batch(job, checkpoint)
+    engine = make_engine(job, rows, checkpoint, world)
+    say_what_differs(log, job, engine, checkpoint)
     refuse_unrenderable(job, rows, engine)
     state = LoopState.load(checkpoint.folder / LOOP) if checkpoint else LoopState()
     if checkpoint and not checkpoint.folder.is_relative_to(job.tree.checkpoints):
@@ -125,15 +151,45 @@ def find_checkpoint(job: Job, log: EventLog) -> Checkpoint | None:
     return found
 
 
-def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | None) -> Engine:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def check_same_batch(job: Job, checkpoint: Checkpoint) -> None:
+    """The step count, the rates and the place in the data mean what they mean at one batch size alone.
+
+    How a batch is spread over micro-batches and processes may change as it likes: the engine adds up to the same.
+    """
+    made_with, wanted = checkpoint.manifest.global_batch, job.algorithm.batch_size
+    if made_with != wanted:
+        raise UserFailure(
+            f"algorithm.batch_size is {wanted}, but checkpoint {checkpoint.folder.name} was made with {made_with}. "
+            f"Resume with {made_with}, or begin a new run with its model as model.base."
+        )
+
+
+def say_what_differs(log: EventLog, job: Job, engine: Engine, checkpoint: Checkpoint | None) -> None:
+    """What the user may not expect of this machine, or of this number of processes."""
+    notice = choose_precision(job.spec.model, engine.device).notice
+    if notice and checkpoint is None:
+        log.emit("notice", message=notice)
+    made_by = checkpoint.manifest.world_size if checkpoint else engine.world.size
+    if made_by != engine.world.size:
+        message = (
+            f"the checkpoint was made by {made_by} and goes on with {engine.world.size} processes: the same batches, "
+            "summed in another order"
+        )
+        log.emit("notice", message=message)
+
+
+def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | None, world: World) -> Engine:
     channel = job.tree.channel("model")
     source = str(channel) if channel.is_dir() else job.base_model
+    head: Head = "score" if job.algorithm.type == "reward" else "policy"
+    device, spec = own_device(), job.spec.model
     if checkpoint:
-        engine = Engine.restore(job.spec.model, checkpoint.folder, source=source, device=device)
+        engine = Engine.restore(spec, checkpoint.folder, source=source, device=device, head=head, world=world)
     else:
         texts = (text for channel_rows in rows.values() for text in texts_of(channel_rows))
-        engine = Engine.build(job.spec.model, source=source, texts=texts, seed=job.spec.seed, device=device)
+        engine = Engine.build(
+            spec, source=source, texts=texts, seed=job.spec.seed, device=device, head=head, world=world
+        )
     engine.micro_batch_rows = job.plan.micro_batch_size
     return engine
 

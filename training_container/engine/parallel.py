@@ -7,6 +7,7 @@ afterwards. Gradients are added up, not averaged: a loss divides by the totals o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -111,12 +112,14 @@ class Processes(World):
 
     def gather(self, mine: Item) -> list[Item]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
+        with talking():
+            dist.all_gather_object(found, mine)
         return found
 
     def broadcast(self, value: Item) -> Item:
         held = [value]
-        dist.broadcast_object_list(held, src=0)
+        with talking():
+            dist.broadcast_object_list(held, src=0)
         return held[0]
 
     def once(self, make: Callable[[], Item]) -> Item:
@@ -129,7 +132,8 @@ class Processes(World):
 
     def most(self, number: int) -> int:
         found = torch.tensor(number, dtype=torch.long)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with talking():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def rounds(self, mine: int) -> int:
@@ -143,8 +147,9 @@ class Processes(World):
         """Those of sharded weights were added up by their backward. A weight that no process has a gradient for keeps
         none, so that the optimizer leaves it alone as it does on one process."""
         whole = [weight for weight in weights if not hasattr(weight, "full_tensor")]
-        for bucket in buckets(self._with_gradient(whole)):
-            self._add_bucket(bucket)
+        with talking():
+            for bucket in buckets(self._with_gradient(whole)):
+                self._add_bucket(bucket)
         sent, self._sent = self._sent, 0
         return sent
 
@@ -178,6 +183,15 @@ class Processes(World):
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+@contextmanager
+def talking() -> Iterator[None]:
+    """Another process's end is the machine's fault as far as this one can know, whoever's code it happens in."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PlatformFailure(f"Another process of this run does not answer: {error}") from error
 
 
 def buckets(weights: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:

@@ -85,6 +85,9 @@ class ComputeSpec(Value):
     processes: int | None = Field(
         None, ge=1, le=16, description="training processes; one a GPU, or one, where not given"
     )
+    gradient_compression: Literal["none", "float16", "bfloat16"] = Field(
+        "none", description="of what processes send each other; half the bytes, and gradients rounded"
+    )
     spot: Literal["auto"] | bool = "auto"
     recovery: Literal["fast", "cheap"] = "cheap"
     deadline_s: int = Field(86_400, ge=600, description="how long a run may wait for capacity, in all")

@@ -1,0 +1,148 @@
+"""Whole jobs of two workers: they are one run to whoever looks, also when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASE = json.loads((Path(__file__).parents[1] / "cases" / "c42_resume_changed_batch.json").read_text("utf-8"))
+TWO = {"compute": {"processes": 2}}
+SFT = {"type": "sft", "batch_size": 5, "epochs": 8, "learning_rate": 1e-3}
+GRPO = {
+    "type": "grpo",
+    "batch_size": 16,
+    "group_size": 4,
+    "max_completion_tokens": 6,
+    "epochs": 2,
+    "learning_rate": 1e-3,
+}
+
+
+def of_each_step(box: Any) -> dict[int, list[float]]:
+    return {event["step"]: [event["loss"], event["grad_norm"]] for event in box.of("metrics")}
+
+
+def close(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:
+    assert found.keys() == expected.keys()
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, abs=1e-5, rel=1e-5)
+
+
+def workers_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_two_workers_of_which_one_is_killed_go_on_together_to_what_one_worker_makes(
+    a_lora_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    alone = a_lora_box(name="alone", algorithm=SFT, rows=rows(16))
+    together = a_lora_box(name="together", algorithm=SFT, rows=rows(16), spec=TWO | {"checkpoint": {"every_steps": 3}})
+    assert alone.work() == 0
+    with together.start() as process:
+        together.wait_for_step(9, process)
+        os.kill(workers_of(process.pid)[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert max(together.steps) == 32 and len(together.steps) < 40
+    close(of_each_step(together), of_each_step(alone))
+    (restart,) = together.progress["restarts"]
+    assert restart["cause"] == "killed by signal 9"
+    assert together.manifest(32)["world_size"] == 2
+    assert {"random.rank1.json", "random.rank1.safetensors"} <= {
+        file["path"] for file in together.manifest(32)["files"]
+    }
+    assert together.of("metrics")[-1]["bytes_sent"] == pytest.approx(4 * 15_360, abs=64)
+    assert "bytes_sent" not in alone.of("metrics")[-1]
+
+
+def test_two_workers_stop_at_the_same_step_and_one_goes_on_from_there(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    alone, together = (
+        a_box(name=name, algorithm=GRPO | {"epochs": 10}, rows=rows(16), spec=changes)
+        for name, changes in (("alone", {}), ("together", TWO))
+    )
+    assert alone.work() == 0
+    with together.start() as process:
+        together.wait_for_step(3, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    stopped_at = together.steps[-1]
+    assert 3 <= stopped_at < 40
+    assert together.manifest(stopped_at)["world_size"] == 2
+    assert together.work() == 0
+    assert together.steps == list(range(1, 41)), "a step was made twice, or reported by both"
+    close(of_each_step(together), of_each_step(alone))
+    assert "made by 2 and goes on with 1 processes" in json.dumps(together.of("notice"))
+
+
+def test_a_reward_that_fails_ends_both_workers_with_one_failure_of_the_user(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    """Spread weights, too, for they are where a worker could wait for the other for ever."""
+    code = {"rewards.py": "def score(completions, **kw):\n    return 1 / 0\n"}
+    box = a_box(algorithm=GRPO, rows=rows(16), code=code, reward={"entry": "rewards:score"}, spec=TWO)
+    done = box.supervise(MICROTUNING_SHARD="1")
+    assert done.returncode == 1
+    assert box.failure["class"] == "user"
+    assert "rewards.py" in (box.failure["file"] or "")
+
+
+# --- C42: resumed with something changed -----------------------------------------------------------------------------
+
+
+def stopped_and_resumed(a_box: Callable[..., Any], rows: Callable[..., Any], part: str) -> Any:
+    """The case's first job up to its stop, then the job it is resumed as."""
+    first, second = CASE["first"], CASE[part]
+    batches = [each["per_device"] * each["accumulation"] for each in (first, second)]
+
+    def job(name: str, batch: int, micro_batch: int) -> Any:
+        settings = {"type": "sft", "batch_size": batch, "epochs": CASE["epochs"], "learning_rate": 1e-3}
+        return a_box(name=name, algorithm=settings, rows=rows(CASE["rows"]), plan={"micro_batch_size": micro_batch})
+
+    box = job("job", batches[0], first["per_device"])
+    assert box.work(stop=lambda: len(box.steps) == first["stop_after_step"]) == 143
+    return job("job", batches[1], second["per_device"])
+
+
+def test_c42_another_cut_of_the_same_batch_makes_8_steps_with_each_row_once(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    box = stopped_and_resumed(a_box, rows, "second")
+    assert box.work() == 0
+    assert box.steps == list(range(1, CASE["want"]["total_steps"] + 1))
+    uncut = a_box(name="uncut", algorithm=SFT | {"batch_size": 4, "epochs": 1}, rows=rows(CASE["rows"]))
+    assert uncut.work() == 0
+    close(of_each_step(box), of_each_step(uncut))  # the same rows in each step, or the losses would differ
+
+
+def test_c42_another_batch_size_is_refused_by_name_with_both_values(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    box = stopped_and_resumed(a_box, rows, "third")
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert "algorithm.batch_size is 2, but checkpoint step-3 was made with 4" in box.failure["message"]
+
+
+def test_c42_a_state_of_another_optimizer_is_refused_and_not_half_loaded() -> None:
+    import torch
+
+    from training_container.engine.optimizer_state import load_optimizer_tensors
+    from training_container.failures import UserFailure
+
+    weights = {"layer": torch.nn.Parameter(torch.zeros(2))}
+    adam = torch.optim.AdamW(weights.values())
+    for strange in ("layer|momentum_buffer", "elsewhere|exp_avg"):
+        with pytest.raises(UserFailure, match=r"optimizer state does not fit this run's AdamW"):
+            load_optimizer_tensors(weights, adam, {strange: torch.ones(2)})
+    with pytest.raises(UserFailure, match="does not fit"):
+        load_optimizer_tensors(weights, adam, {"layer|exp_avg": torch.ones(3)})
+    assert not adam.state
