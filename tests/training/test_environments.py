@@ -220,7 +220,7 @@ def test_tools_are_called_as_the_model_wrote_it_and_the_whole_is_graded(
 ) -> None:
     pool = environments("Shop")
     first = pool.begin([{"item": "owl"}], [0])[0]
-    assert (first.observation, first.joins) == (" Buy owl.", True)
+    assert first.observation == " Buy owl."
     (tool,) = first.tools
     assert tool["function"] == {
         "name": "buy", "description": "Buy something.",
@@ -348,6 +348,15 @@ def test_after_a_cut_turn_the_templates_own_end_stands_untrained_in_the_context(
     after = toy.convert_ids_to_tokens(transcript.tokens)[transcript.prompt_tokens :]
     assert after == ["L", "<end>", "\n", "<tool>", "wall", "<end>", "\n", "<assistant>"]
     assert transcript.sampled[transcript.prompt_tokens :] == [True] + [False] * 7
+
+
+def test_the_first_observation_ends_the_users_message_and_a_later_one_is_a_message(toy: Any) -> None:
+    scribe, transcript = begun(toy, observation="wall")
+    transcript.say(a_completion(toy, ["L", "<end>"]), "L")
+    scribe.observe(transcript, Turn("wall"), room=99)
+    assert toy.convert_ids_to_tokens(transcript.tokens) == [
+        "<sys>", "You play.", "<user>", "move?", "wall", "<assistant>", "L", "<end>", "\n", "<user>", "wall", "<assistant>",
+    ]  # fmt: skip
 
 
 def test_plain_rows_go_on_with_the_observation_alone(toy: Any) -> None:

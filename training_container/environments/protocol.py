@@ -30,8 +30,8 @@ class Turn:
 
     observation: what comes next in the model's context; of no account when `done`.
     reward: of this turn; None where the form gives none. Not finite counts as not scored, for the whole episode.
-    tools: schemas of what the model may call, for the chat template. joins: the first observation ends the prompt's last
-        user message instead of being one of its own. whole: the observation is the whole context, not what is added to it.
+    tools: schemas of what the model may call, for the chat template.
+    whole: the observation is the whole context, not what is added to it.
     """
 
     observation: Observation
@@ -39,7 +39,6 @@ class Turn:
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    joins: bool = False
     whole: bool = False
 
 

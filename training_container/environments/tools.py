@@ -50,7 +50,7 @@ class ToolsEpisode:
         by_position, by_name = accepted(self._environment.reset, row)
         observation = self._settle(self._environment.reset(*by_position, **by_name))
         schemas = [schema_of(name, tool) for name, tool in self._tools.items()]
-        return Turn(as_observation(observation, "reset"), tools=schemas, joins=True)
+        return Turn(as_observation(observation, "reset"), tools=schemas)
 
     def act(self, action: Action) -> Turn:
         calls = _CALL.findall(action.raw)

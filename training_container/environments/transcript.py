@@ -197,10 +197,12 @@ class Scribe:
 
 
 def _first_messages(row: Row, turn: Turn) -> Messages:
+    """The prompt's messages and the first observation; a text goes on where the user's last message ends, as two messages
+    of one role in a row are refused by many templates."""
     prompt = [dict(message) for message in row.values.get("prompt") or []]
     if turn.observation is None:
         return prompt
-    if turn.joins and isinstance(turn.observation, str) and prompt and prompt[-1]["role"] == "user":
+    if isinstance(turn.observation, str) and prompt and prompt[-1]["role"] == "user":
         prompt[-1]["content"] += turn.observation
         return prompt
     return prompt + _messages_of(turn)
