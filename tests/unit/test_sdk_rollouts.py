@@ -76,13 +76,13 @@ def test_best_and_worst_come_first_and_what_was_not_scored_last() -> None:
 def test_a_line_shows_every_part_and_the_texts_on_one_line() -> None:
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "4+4\n\x1b[2J"}]
     rollout = a_rollout(
-        prompt=chat, completion=[{"role": "assistant", "content": "x" * 100}], reward=None, truncated=True, tokens=64,
+        prompt=chat, completion=[{"role": "assistant", "content": "x" * 100}], reward=None, truncated=True, tokens=64, advantage=0.25,
         components={"exact": 1.0, "style": None},
     )  # fmt: skip
     names = _rollouts.components_of([a_rollout(), rollout])
     assert names == ["exact", "style"]
     assert _rollouts.cells(rollout, names) == [
-        None, "1", None, "64 cut", "train.jsonl:1", "system: be brief user: 4+4⏎\\x1b[2J", "x" * 80 + "… +20",
+        None, "1", None, "0.25", "64 cut", "train.jsonl:1", "system: be brief user: 4+4⏎\\x1b[2J", "x" * 80 + "… +20",
     ]  # fmt: skip
     assert _rollouts.cells(a_rollout(prompt="a" * 50), [])[-2] == "…" + "a" * 39
 

@@ -37,10 +37,15 @@ def show_rollouts(arguments: argparse.Namespace) -> None:
     chosen = rollouts[: arguments.limit]
     if arguments.json:
         return print_json({"run_id": run.run_id, "rollouts": chosen})
+    if not rollouts and arguments.step:
+        return print(
+            f"the log has nothing of step {arguments.step}: it is to come, or its lines had to go for later ones"
+        )
     if rollouts:
         print(in_short(rollouts))
     names = components_of(rollouts)
-    columns = ["reward", *names, "tokens", "row", "prompt", "completion"]
+    heads = [name.removeprefix("reward/") for name in names]
+    columns = ["reward", *heads, "advantage", "tokens", "row", "prompt", "completion"]
     return print_table(columns, [[*cells(each, names)] for each in chosen])
 
 
@@ -64,7 +69,7 @@ def components_of(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def cells(rollout: Rollout, names: Sequence[str]) -> list[object]:
-    numbers = [rollout["reward"], *(rollout["components"].get(name) for name in names)]
+    numbers = [rollout["reward"], *(rollout["components"].get(name) for name in names), rollout["advantage"]]
     length = f"{rollout['tokens']} cut" if rollout["truncated"] else rollout["tokens"]
     texts = [beginning_cut(one_line(rollout["prompt"])), end_cut(one_line(rollout["completion"]))]
     return [*(None if number is None else f"{number:.4g}" for number in numbers), length, rollout["row"], *texts]
