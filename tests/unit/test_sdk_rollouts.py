@@ -76,7 +76,8 @@ def test_best_and_worst_come_first_and_what_was_not_scored_last() -> None:
 def test_a_line_shows_every_part_and_the_texts_on_one_line() -> None:
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "4+4\n\x1b[2J"}]
     rollout = a_rollout(
-        prompt=chat, completion=[{"role": "assistant", "content": "x" * 100}], reward=None, truncated=True, tokens=64, advantage=0.25,
+        prompt=chat, completion=[{"role": "assistant", "content": "x" * 100}], reward=None, truncated=True,
+        tokens=64, advantage=0.25,
         components={"exact": 1.0, "style": None},
     )  # fmt: skip
     names = _rollouts.components_of([a_rollout(), rollout])
