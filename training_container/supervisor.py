@@ -177,7 +177,7 @@ class Supervisor:
         return Ending(worst, out_of_memory=worst == -signal.SIGKILL and oom_kills() > kills_before)
 
     def _end_the_others(self) -> list[int]:
-        """How those ended that did so by themselves (a death counts more than the failures it caused); the rest is killed."""
+        """How those ended that did so by themselves: a death explains the failures it caused. The rest is killed."""
         found = []
         ends_at_s = time.monotonic() + _SETTLING_S
         while self._children and time.monotonic() < ends_at_s:

@@ -149,8 +149,10 @@ def where_loaded(spec: ModelSpec, device: torch.device, world: World | None) -> 
 def made_ready(model: Any, spec: ModelSpec, device: torch.device, world: World | None) -> Any:
     """To be trained: recomputing, in its dtypes, and on its device or spread over those of all processes."""
     if spec.gradient_checkpointing:
-        # The other kind needs an input with a gradient, which an adapter's first layer has not.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # By its name before transformers 5.24 or since. The reentrant kind would need an input with a gradient, which an
+        # adapter's first layer has not.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     precision = FLOAT32 if spec.arch else choose_precision(spec, device)
     model = computing_in(trained_in_float32(model), device, precision.computes)
     if world and world.shards and not is_adapter(model):
