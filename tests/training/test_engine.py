@@ -191,7 +191,7 @@ def test_micro_batches_of_1_2_or_3_rows_give_the_gradient_of_the_full_batch(
 
 def test_a_batch_is_cut_by_tokens_when_no_number_of_rows_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = a_preset()
-    monkeypatch.setattr("training_container.engine.core._MAX_TOKENS", 19)
+    monkeypatch.setattr("training_container.engine.core._MAX_TOKENS_CPU", 19)
     examples = examples_of(engine)
     parts = [part for _, part in engine._cut(examples)]
     assert [[len(examples[index].tokens) for index in part] for part in parts] == [[19], [6, 5, 4], [3]]

@@ -35,7 +35,7 @@ def sharing_layouts(model: Any, device: torch.device) -> tuple[str, ...]:
     examples = _examples(_vocabulary(model))
     with _evaluating(model):
         expected = _value_and_gradient(model, "plain", examples, device)
-        return tuple(name for name in ("fork", "packed") if _agrees(model, name, examples, device, expected))
+        return tuple(name for name in ("packed", "fork") if _agrees(model, name, examples, device, expected))
 
 
 def sampling_ways(model: Any, device: torch.device) -> Ways:
@@ -97,7 +97,10 @@ def drops_out(model: Any) -> bool:
 
 
 def costs_of(model: Any) -> Costs:
-    """From the weights that every token passes (all but embeddings) and from the attention's shape."""
+    """From the weights that every token passes (all but embeddings) and from the attention's shape.
+
+    Of a mixture of experts every expert counts, which only makes sharing look a little better than it is.
+    """
     bare = undressed(model)
     embeddings = {id(each.weight) for each in (bare.get_input_embeddings(), bare.get_output_embeddings()) if each}
     weights = sum(weight.numel() for weight in model.parameters() if id(weight) not in embeddings)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from .batch import Example
 from .layouts.families import consecutive_groups, shared_prefix
 
-# A forked row costs memory for its copy of the prefix's keys and values, by token about this share of a token that is read.
+# How much dearer than a multiplication of weights one of attention is: in plain causal rows, where rows attend to a copied
+# cache, and under a dense mask, all of whose entries are computed. Fitted to times on a CPU (docs/adr/0008).
+_CAUSAL, _OVER_CACHE, _DENSE = 0.3, 0.85, 0.6
+# Copying a token's keys and values, and adding up their gradients, costs so many times as attending to it once.
+_COPY = 30.0
+# It also costs memory, about this share of a token that is read.
 _COPIED = 1 / 8
 
 
@@ -65,10 +70,14 @@ def units(
         sharing: names of the layouts that may compute a common beginning once, as probe.py found them right.
         whole_groups: a group is a unit whatever its size, as a loss over pairs needs; else one beyond the limits is parted.
     """
-    groups = [_unit(examples, rows, costs, sharing) for rows in consecutive_groups(examples)]
+    groups = [_Group.of(examples, rows) for rows in consecutive_groups(examples)]
+    # One sharing layout for all: two would make twice as many, smaller micro-batches.
+    layout = min(
+        sharing, key=lambda name: sum(group.cost(group.better(name, costs), costs) for group in groups), default=""
+    )
     if whole_groups:
-        return groups
-    return [part for group in groups for part in _parted(examples, group, limits, costs, sharing)]
+        return [group.unit(group.better(layout, costs)) for group in groups]
+    return [part for group in groups for part in _parted(examples, group, layout, limits, costs)]
 
 
 def micro_batches(parts: Sequence[Unit], limits: Limits) -> Iterator[list[Unit]]:
@@ -94,38 +103,67 @@ def _fits(taken: Sequence[Unit], limits: Limits) -> bool:
     return tokens <= limits.tokens and sum(unit.trained for unit in taken) <= limits.trained
 
 
-def _unit(examples: Sequence[Example], rows: list[int], costs: Costs, sharing: Collection[str]) -> Unit:
-    """These rows in the layout that costs least."""
-    lengths = [examples[row].read_tokens for row in rows]
-    trained = sum(examples[row].trained_tokens for row in rows)
-    count, longest = len(rows), max(lengths)
-    plain = Unit(rows, "plain", count, longest, trained)
-    if count == 1 or not sharing or not (prefix := shared_prefix([examples[row] for row in rows])):
-        return plain
-    rest = max(1, longest - prefix)
-    packed = prefix + sum(max(0, length - prefix) for length in lengths)
-    cost_of = {
-        "plain": count * longest * (costs.token + costs.pair * longest / 2),
-        "fork": prefix * (costs.token + costs.pair * prefix / 2)
-        + count * rest * (costs.token + costs.pair * (prefix + rest)),
-        "packed": packed * (costs.token + costs.pair * packed),
-    }
-    best = min(("plain", *sharing), key=lambda layout: cost_of[layout])
-    if best == "fork":
-        return Unit(rows, "fork", count, rest + int(prefix * (1 / count + _COPIED)) + 1, trained)
-    return Unit(rows, "packed", 1, packed, trained) if best == "packed" else plain
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive rows, the length of the beginning they share, and how many tokens of each are read."""
+
+    rows: list[int]
+    prefix: int
+    lengths: list[int]
+    trained: int
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], rows: list[int]) -> _Group:
+        members = [examples[row] for row in rows]
+        return cls(
+            rows,
+            shared_prefix(members) if len(members) > 1 else 0,
+            [member.read_tokens for member in members],
+            sum(member.trained_tokens for member in members),
+        )
+
+    @property
+    def rest(self) -> int:
+        return max(1, max(self.lengths) - self.prefix)
+
+    @property
+    def packed(self) -> int:
+        return self.prefix + sum(max(0, length - self.prefix) for length in self.lengths)
+
+    def cost(self, layout: str, costs: Costs) -> float:
+        """In multiplications of a forward; of copying, what would take as long."""
+        count, longest, token, pair = len(self.rows), max(self.lengths), costs.token, costs.pair
+        if layout == "packed":
+            return self.packed * (token + _DENSE * pair * self.packed)
+        if layout == "fork":
+            beginning = self.prefix * (token + _CAUSAL * pair * self.prefix)
+            rests = count * self.rest * (token + _OVER_CACHE * pair * (self.prefix + self.rest))
+            return beginning + rests + count * self.prefix * _COPY * pair
+        return count * longest * (token + _CAUSAL * pair * longest)
+
+    def better(self, layout: str, costs: Costs) -> str:
+        """This layout where it shares something and costs less than plain rows."""
+        shares = bool(layout) and self.prefix > 0
+        return layout if shares and self.cost(layout, costs) < self.cost("plain", costs) else "plain"
+
+    def unit(self, layout: str) -> Unit:
+        if layout == "packed":
+            return Unit(self.rows, layout, 1, self.packed, self.trained)
+        if layout == "fork":
+            width = self.rest + int(self.prefix * (1 / len(self.rows) + _COPIED)) + 1
+            return Unit(self.rows, layout, len(self.rows), width, self.trained)
+        return Unit(self.rows, layout, len(self.rows), max(self.lengths), self.trained)
 
 
-def _parted(
-    examples: Sequence[Example], unit: Unit, limits: Limits, costs: Costs, sharing: Collection[str]
-) -> list[Unit]:
-    """A row each where nothing is shared; else the unit in halves until each is within the limits."""
-    if len(unit.rows) == 1:
+def _parted(examples: Sequence[Example], group: _Group, layout: str, limits: Limits, costs: Costs) -> list[Unit]:
+    """A row each where nothing is shared; else the group in halves until each is within the limits."""
+    unit = group.unit(group.better(layout, costs))
+    if len(group.rows) == 1:
         return [unit]
     if unit.layout == "plain":
-        return [_unit(examples, [row], costs, ()) for row in unit.rows]
+        return [_Group.of(examples, [row]).unit("plain") for row in group.rows]
     if _fits([unit], limits):
         return [unit]
-    half = len(unit.rows) // 2
-    halves = (_unit(examples, rows, costs, sharing) for rows in (unit.rows[:half], unit.rows[half:]))
-    return [part for each in halves for part in _parted(examples, each, limits, costs, sharing)]
+    half = len(group.rows) // 2
+    halves = (_Group.of(examples, rows) for rows in (group.rows[:half], group.rows[half:]))
+    return [part for each in halves for part in _parted(examples, each, layout, limits, costs)]
