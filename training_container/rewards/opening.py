@@ -116,6 +116,10 @@ def open_part(name: str, part: RewardPart, around: Surroundings) -> Reward:
         from ..remote.lambda_reward import LambdaReward
 
         return LambdaReward(entry, time_limit_s=limit_s)
+    if entry.startswith("model:"):
+        from .model import ModelReward, channel_of
+
+        return ModelReward(around.model_channel(channel_of(name)), device=around.device)
     if part.judge is not None:
         from .judge import FOLDER, JudgeReward
 

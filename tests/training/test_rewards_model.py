@@ -1,0 +1,110 @@
+"""A reward model as reward: the scores of the model itself, in the completions' order, and the run's chance untouched."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from microtuning_core.domain.algorithms import RewardSpec
+from microtuning_core.domain.datasets import Row
+from training_container.data import render_row
+from training_container.failures import UserFailure
+from training_container.metrics import EventLog
+from training_container.rewards import Question, Scores, open_rewards
+from training_container.rewards.model import ModelReward, batches, unpacked
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def a_reward_model(tmp_path: Path) -> Callable[..., Path]:
+    def make(folder: str = "reward_model_reward", *, chat_template: str | None = None) -> Path:
+        from training_container.engine.presets import character_tokenizer, preset_model
+
+        tokenizer = character_tokenizer([chr(code) for code in range(32, 127)])
+        tokenizer.chat_template = chat_template
+        preset_model("tiny-decoder", tokenizer, seed=5, head="score").save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+        return tmp_path / folder
+
+    return make
+
+
+def alone(folder: Path, prompt: Any, completion: Any) -> float:
+    """One row through the plain model."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = render_row(Row({"prompt": prompt, "completion": completion}, "f", 1), tokenizer).tokens
+    with torch.no_grad():
+        return float(model(torch.tensor([tokens])).logits[0, 0])
+
+
+def score(question: Question, tmp_path: Path, **spec: Any) -> Scores:
+    around: dict[str, Any] = {"seed": 0, "log": EventLog(tmp_path / "log", 1), "model_channel": tmp_path.joinpath}
+    with open_rewards(RewardSpec(**spec), tmp_path, **around) as rewards:
+        return rewards.score(question, step=1)
+
+
+def test_scores_are_the_models_own_whatever_lies_beside_a_row(a_reward_model: Any, tmp_path: Path) -> None:
+    folder = a_reward_model()
+    completions = ["a", "a longer one", "", "bb"]
+    question = Question(["q>"] * 4, completions, [[7]] * 4, {})
+    values = score(question, tmp_path, entry="model:s3://bucket/models/reward/").values
+    assert values == pytest.approx([alone(folder, "q>", text) for text in completions], abs=1e-6)
+    assert len(set(values)) == 4
+
+
+def test_each_part_has_a_channel_of_its_own(a_reward_model: Any, tmp_path: Path) -> None:
+    a_reward_model("reward_model_taste")
+    parts = {"taste": {"entry": "model:s3://bucket/m/", "weight": 2.0}}
+    scores = score(Question(["q"], ["a"], [[7]], {}), tmp_path, parts=parts)
+    assert scores.values == [2.0 * scores.components["taste"][0]]
+
+
+def test_a_chat_goes_through_the_reward_models_own_template(a_reward_model: Any, tmp_path: Path) -> None:
+    folder = a_reward_model(chat_template=CHAT_TEMPLATE)
+    prompt, said = [{"role": "user", "content": "2+2"}], [{"role": "assistant", "content": "4"}]
+    (value,) = score(Question([prompt], [said], [[7]], {}), tmp_path, entry="model:s3://b/m/").values
+    assert value == pytest.approx(alone(folder, prompt, said), abs=1e-6)
+
+
+def test_scoring_draws_no_chance_and_leaves_no_gradient(a_reward_model: Any) -> None:
+    reward = ModelReward(a_reward_model())
+    before = torch.get_rng_state()
+    (answer,) = reward.score(Question(["q"], ["a"], [[7]], {}), step=1).each
+    assert isinstance(answer.value, float)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_archive_and_a_merged_model_are_found_and_an_adapter_alone_is_not(
+    a_reward_model: Any, tmp_path: Path
+) -> None:
+    folder = a_reward_model("made")
+    for name in ("packed", "merged_one", "adapter"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(tmp_path / "packed" / "model.tar.gz", "w:gz") as archive:
+        archive.add(folder, arcname=".")
+    folder.rename(tmp_path / "merged_one" / "merged")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert (unpacked(tmp_path / "packed") / "model.safetensors").is_file()
+    assert unpacked(tmp_path / "merged_one").name == "merged"
+    with pytest.raises(
+        UserFailure, match=r"channel adapter holds no model \(it has adapter_config.json\).*model.merge"
+    ):
+        unpacked(tmp_path / "adapter")
+
+
+def test_a_forward_takes_rows_of_like_length_up_to_its_tokens() -> None:
+    assert batches([10_000, 20_000, 100, 6_000, 90]) == [[1], [0], [3, 2], [4]]
+    assert batches([5, 9, 7]) == [[1, 2, 0]]
+    assert batches([16_384, 20_000, 1]) == [[1], [0], [2]]

@@ -1,0 +1,105 @@
+"""A reward model of the recipe `reward` as reward: `model:s3://…/`, one number for prompt and completion together.
+
+It is asked in the trainer's own process and on its device, with the tokens that the recipe would make of such a row
+(data.render_row: prompt and completion tokenized apart, an end token behind them), each row's score at its last token.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from microtuning_core.domain.datasets import Row
+
+from ..data import render_row, truncate
+from ..engine import Example
+from ..engine.export import MERGED
+from ..engine.scores import row_scores
+from ..failures import UserFailure
+from .scores import Answer, Answers, Question
+
+_PACKED, _CONFIG = "model.tar.gz", "config.json"
+# Of one forward: tokens, padding counted.
+_TOKENS = 16_384
+
+
+def channel_of(part: str) -> str:
+    """The channel that brings the model of a reward's part."""
+    return f"reward_model_{part}"
+
+
+class ModelReward:
+    """Scores without a gradient; nothing of it is trained, and it draws no chance.
+
+    Args:
+        folder: a model as the recipe `reward` leaves it, or its model.tar.gz.
+    """
+
+    def __init__(self, folder: Path, *, device: Any = "cpu") -> None:
+        place = unpacked(folder)
+        self._device = torch.device(device)
+        self._tokenizer = AutoTokenizer.from_pretrained(place)
+        model = AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32, num_labels=1)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
+        # Threads of torch are a thread's own setting, and sums depend on their number.
+        self._torch_threads = torch.get_num_threads()
+
+    @torch.no_grad()
+    def score(self, question: Question, *, step: int) -> Answers:
+        torch.set_num_threads(self._torch_threads)
+        rows = [
+            Row({"prompt": prompt, "completion": completion}, "completions", number)
+            for number, (prompt, completion) in enumerate(zip(question.prompts, question.completions, strict=True), 1)
+        ]
+        examples = [truncate(render_row(row, self._tokenizer), self._longest) for row in rows]
+        values = [0.0] * len(examples)
+        for indices in batches([len(example.tokens) for example in examples]):
+            for index, value in zip(indices, self._forward([examples[index] for index in indices]), strict=True):
+                values[index] = value
+        return Answers([Answer(value) for value in values])
+
+    def _forward(self, examples: Sequence[Example]) -> list[float]:
+        scores_B: list[float] = row_scores(self._model, examples, device=self._device).tolist()
+        return scores_B
+
+    def close(self) -> None:
+        del self._model
+
+
+def batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows of like length together, so many that with their padding they keep to the limit; at least one."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    found: list[list[int]] = []
+    for index in order:
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= _TOKENS:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def unpacked(folder: Path) -> Path:
+    """Where the weights are: the folder itself, what was merged in it, or what its archive holds.
+
+    Raises:
+        UserFailure: there is no model, or an adapter without its base.
+    """
+    if (folder / _PACKED).is_file() and not (folder / _CONFIG).is_file():
+        place = folder / "unpacked"
+        with tarfile.open(folder / _PACKED) as archive:
+            archive.extractall(place, filter="data")
+        return unpacked(place)
+    for place in (folder / MERGED, folder):
+        if (place / _CONFIG).is_file():
+            return place
+    held = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
+    raise UserFailure(
+        f"The reward's channel {folder.name} holds no model (it has {held}). Name the folder of a reward model, or its "
+        "model.tar.gz; where it is an adapter, train it with model.merge: true."
+    )
