@@ -22,6 +22,7 @@ from .engine.export import leave_model
 from .engine.models import Head
 from .engine.parallel import World, join
 from .engine.precision import choose_precision
+from .engine.vllm_sampler import choose_sampler
 from .failures import UserFailure, classify, write_failure
 from .job import Job
 from .metrics import EventLog
@@ -191,6 +192,7 @@ def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | N
             spec, source=source, texts=texts, seed=job.spec.seed, device=device, head=head, world=world
         )
     engine.micro_batch_rows = job.plan.micro_batch_size
+    engine.use_sampler(choose_sampler(getattr(job.algorithm, "sampler", "engine"), spec, source, device))
     return engine
 
 

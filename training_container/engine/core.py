@@ -27,6 +27,7 @@ from .rows import Costs, Limits, micro_batches, units
 from .sampler import Completion, Sampling, Ways, draw_uniforms, sample
 from .scores import row_scores
 from .sharding import whole, whole_state
+from .vllm_sampler import Sampler
 
 Head = Literal["policy", "score"]
 
@@ -68,6 +69,7 @@ class Engine:
         self._ways: Ways | None = None
         self._costs = costs_of(model) if head == "policy" else Costs(token=1.0, pair=0.0)
         self.stop_tokens = stop_token_ids(undressed(model), tokenizer)
+        self.use_sampler(None)
         self.new_optimizer()
 
     @classmethod
@@ -119,12 +121,16 @@ class Engine:
     @property
     def sampler_name(self) -> str:
         """Which sampler drew: our own, on the trainer's model, or an optional one beside it."""
-        return "engine"
+        return self._sampler.name if self._sampler else "engine"
 
     @property
     def samples_exactly(self) -> bool:
         """Whether a completion's log-probabilities are the trainer's own, so that nobody has to compute them again."""
-        return True
+        return self._sampler is None
+
+    def use_sampler(self, sampler: Sampler | None) -> None:
+        """Let another program draw; None lets the engine do it. Training is the engine's in any case."""
+        self._sampler, self._sampler_is_behind = sampler, True
 
     # --- primitives -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +139,8 @@ class Engine:
     ) -> list[list[Completion]]:
         """`group_size` completions of each prompt (token ids)."""
         self.model.eval()
+        if self._sampler is not None:
+            return self._sample_beside(self._sampler, prompts, sampling, group_size)
         # Drawn for all prompts on every process: what a completion becomes depends on nothing but its own numbers.
         uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, self._sampler_generator)
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
@@ -147,6 +155,24 @@ class Engine:
                 uniforms_P_G_T=uniforms_P_G_T[mine],
                 ways=self._ways,
             )
+        return self._everyones(mine, drawn)
+
+    def _sample_beside(
+        self, sampler: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+    ) -> list[list[Completion]]:
+        """The same by another program, which gets the weights first if they have changed."""
+        if self._sampler_is_behind:
+            sampler.take_weights(self.model)
+            self._sampler_is_behind = False
+        seeds = torch.randint(2**31, (len(prompts),), generator=self._sampler_generator).tolist()
+        mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
+        drawn = sampler.sample(
+            [prompts[index] for index in mine],
+            sampling,
+            group_size=group_size,
+            stop_tokens=self.stop_tokens,
+            seeds=[seeds[index] for index in mine],
+        )
         return self._everyones(mine, drawn)
 
     @torch.no_grad()
@@ -227,6 +253,7 @@ class Engine:
             for group in self._optimizer.param_groups:
                 group.update(lr=learning_rate, weight_decay=weight_decay)
             self._optimizer.step()
+            self._sampler_is_behind = True
         self._optimizer.zero_grad(set_to_none=True)
         return OptimStep(norm, applied)
 
@@ -289,6 +316,7 @@ class Engine:
         )
         self.new_optimizer()
         self._load_trainer(folder)
+        self._sampler_is_behind = True
 
     def _load_trainer(self, folder: Path) -> None:
         load_optimizer_tensors(self.trainable, self._optimizer, load_file(folder / OPTIMIZER))
