@@ -99,20 +99,31 @@ TURNS = [
 ]
 
 
-def test_every_assistant_turn_is_learned_where_the_template_marks_them_and_else_the_last() -> None:
+def test_every_assistant_turn_is_learned_whether_the_template_marks_them_or_not() -> None:
     whole = "<user>1\n<assistant>2\n<user>3\n<assistant>4\n"
     assert learned({"messages": TURNS}, a_tokenizer(MARKED_TEMPLATE)) == (whole, "2\n4\n")
-    assert learned({"messages": TURNS}, a_tokenizer(TEMPLATE)) == (whole, "4\n")
+    assert learned({"messages": TURNS}, a_tokenizer(TEMPLATE)) == (whole, "2\n4\n")
 
 
-def test_a_template_that_rewrites_the_prompt_once_answered_is_refused_by_line() -> None:
+def test_what_the_user_says_last_is_read_and_not_learned() -> None:
+    assert learned({"messages": TURNS[:3]}, a_tokenizer(TEMPLATE)) == ("<user>1\n<assistant>2\n<user>3\n", "2\n")
+
+
+def test_of_a_chat_completion_the_assistants_messages_alone_are_learned() -> None:
+    row = {"prompt": TURNS[:1], "completion": TURNS[1:]}
+    assert learned(row, a_tokenizer(TEMPLATE)) == ("<user>1\n<assistant>2\n<user>3\n<assistant>4\n", "2\n4\n")
+    row = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    assert learned(row, a_tokenizer(TEMPLATE))[1] == "4\n", "the prompt's own answers are given"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_line() -> None:
     rewrites = "{{ messages | length }}" + TEMPLATE
-    with pytest.raises(InvalidData, match=r"a\.jsonl, line 1: the chat template renders the prompt differently"):
+    with pytest.raises(InvalidData, match=r"a\.jsonl, line 1: the chat template renders earlier messages differently"):
         learned({"messages": TURNS}, a_tokenizer(rewrites))
 
 
 def test_messages_without_an_answer_are_refused_by_line() -> None:
-    with pytest.raises(InvalidData, match="line 1: its last message is not the assistant's"):
+    with pytest.raises(InvalidData, match="line 1: has no message of the assistant's"):
         learned({"messages": TURNS[:1]}, a_tokenizer(TEMPLATE))
 
 
