@@ -86,22 +86,44 @@ def test_scoring_draws_no_chance_and_leaves_no_gradient(a_reward_model: Any) -> 
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_archive_and_a_merged_model_are_found_and_an_adapter_alone_is_not(
+def test_an_adapter_scores_on_the_base_model_it_names_and_not_on_a_path_that_is_gone(
+    a_reward_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = a_reward_model("base")
+    monkeypatch.chdir(tmp_path)
+    for source, name in (("base", "adapted"), (str(folder), "lost")):
+        torch.manual_seed(1)
+        base = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32)
+        adapted = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False)).eval()
+        adapted.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / name)
+    tokens = render_row(Row({"prompt": "q", "completion": "a"}, "f", 1), AutoTokenizer.from_pretrained("base")).tokens
+    with torch.no_grad():
+        wanted = float(adapted(torch.tensor([tokens])).logits[0, 0])
+    (answer,) = ModelReward(tmp_path / "adapted").score(Question(["q"], ["a"], [[7]], {}), step=1).each
+    assert answer.value == pytest.approx(wanted, abs=1e-6)
+    assert wanted != pytest.approx(alone(folder, "q", "a"), abs=1e-3)
+    with pytest.raises(UserFailure, match=r"adapter on a base model that has no name .*model.merge: true"):
+        ModelReward(tmp_path / "lost")
+
+
+def test_an_archive_and_a_merged_model_are_found_and_an_empty_folder_is_not(
     a_reward_model: Any, tmp_path: Path
 ) -> None:
     folder = a_reward_model("made")
-    for name in ("packed", "merged_one", "adapter"):
+    for name in ("packed", "merged_one", "odd"):
         (tmp_path / name).mkdir()
     with tarfile.open(tmp_path / "packed" / "model.tar.gz", "w:gz") as archive:
         archive.add(folder, arcname=".")
     folder.rename(tmp_path / "merged_one" / "merged")
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "odd" / "notes.txt").write_text("no model")
     assert (unpacked(tmp_path / "packed") / "model.safetensors").is_file()
     assert unpacked(tmp_path / "merged_one").name == "merged"
-    with pytest.raises(
-        UserFailure, match=r"channel adapter holds no model \(it has adapter_config.json\).*model.merge"
-    ):
-        unpacked(tmp_path / "adapter")
+    with pytest.raises(UserFailure, match=r"channel odd holds no model \(it has notes.txt\)"):
+        unpacked(tmp_path / "odd")
 
 
 def test_a_forward_takes_rows_of_like_length_up_to_its_tokens() -> None:

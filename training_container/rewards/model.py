@@ -6,12 +6,14 @@ It is asked in the trainer's own process and on its device, with the tokens that
 
 from __future__ import annotations
 
+import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from microtuning_core.domain.datasets import Row
@@ -19,6 +21,7 @@ from microtuning_core.domain.datasets import Row
 from ..data import render_row, truncate
 from ..engine import Example
 from ..engine.export import MERGED
+from ..engine.models import ADAPTER_FILE
 from ..engine.scores import row_scores
 from ..failures import UserFailure
 from .scores import Answer, Answers, Question
@@ -26,11 +29,6 @@ from .scores import Answer, Answers, Question
 _PACKED, _CONFIG = "model.tar.gz", "config.json"
 # Of one forward: tokens, padding counted.
 _TOKENS = 16_384
-
-
-def channel_of(part: str) -> str:
-    """The channel that brings the model of a reward's part."""
-    return f"reward_model_{part}"
 
 
 class ModelReward:
@@ -44,7 +42,7 @@ class ModelReward:
         place = unpacked(folder)
         self._device = torch.device(device)
         self._tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32, num_labels=1)
+        model = load_adapted(place, self._tokenizer) if (place / ADAPTER_FILE).is_file() else load_whole(str(place))
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
         # Threads of torch are a thread's own setting, and sums depend on their number.
@@ -84,11 +82,34 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
     return found
 
 
+def load_whole(source: str, **options: Any) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(
+        source, dtype=torch.float32, num_labels=1, trust_remote_code=False, **options
+    )
+
+
+def load_adapted(place: Path, tokenizer: Any) -> Any:
+    """An adapter with its score head on the base model that its own file names.
+
+    Raises:
+        UserFailure: it names a path, which was one of the machine it was trained on.
+    """
+    config = json.loads((place / ADAPTER_FILE).read_text("utf-8"))
+    base = str(config["base_model_name_or_path"])
+    if Path(base).is_absolute():
+        raise UserFailure(
+            "The reward model is an adapter on a base model that has no name to find it by. Train it with model.merge: "
+            "true and name its folder `merged`."
+        )
+    options = {"revision": config.get("revision") or "main", "pad_token_id": tokenizer.pad_token_id}
+    return PeftModel.from_pretrained(load_whole(base, **options), place)
+
+
 def unpacked(folder: Path) -> Path:
     """Where the weights are: the folder itself, what was merged in it, or what its archive holds.
 
     Raises:
-        UserFailure: there is no model, or an adapter without its base.
+        UserFailure: there is no model.
     """
     if (folder / _PACKED).is_file() and not (folder / _CONFIG).is_file():
         place = folder / "unpacked"
@@ -96,10 +117,10 @@ def unpacked(folder: Path) -> Path:
             archive.extractall(place, filter="data")
         return unpacked(place)
     for place in (folder / MERGED, folder):
-        if (place / _CONFIG).is_file():
+        if (place / _CONFIG).is_file() or (place / ADAPTER_FILE).is_file():
             return place
     held = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
     raise UserFailure(
         f"The reward's channel {folder.name} holds no model (it has {held}). Name the folder of a reward model, or its "
-        "model.tar.gz; where it is an adapter, train it with model.merge: true."
+        "model.tar.gz."
     )

@@ -117,9 +117,11 @@ def open_part(name: str, part: RewardPart, around: Surroundings) -> Reward:
 
         return LambdaReward(entry, time_limit_s=limit_s)
     if entry.startswith("model:"):
-        from .model import ModelReward, channel_of
+        from microtuning_core.domain.spec import reward_model_channel
 
-        return ModelReward(around.model_channel(channel_of(name)), device=around.device)
+        from .model import ModelReward
+
+        return ModelReward(around.model_channel(reward_model_channel(name)), device=around.device)
     if part.judge is not None:
         from .judge import FOLDER, JudgeReward
 
