@@ -154,6 +154,17 @@ def test_a_worker_killed_in_the_middle_of_an_episode_gives_the_same_weights_to_t
     assert killed.weights_sha256 == calm.weights_sha256
 
 
+def test_two_processes_play_the_episodes_of_one_and_train_the_same(a_game: Box) -> None:
+    short = {"batch_size": 8, "max_train_steps": 2}
+    one, two = (a_game(name=f"of-{count}", algorithm=short, spec={"compute": {"processes": count}}) for count in (1, 2))
+    assert one.work() == 0
+    done = two.supervise()
+    assert done.returncode == 0, done.stderr
+    for alone, together in zip(one.of("metrics"), two.of("metrics"), strict=True):
+        assert together["reward"] == alone["reward"]
+        assert together["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
 @pytest.fixture
 def a_stage(tmp_path: Any) -> Any:
     """A stage on a model of its own: `a_stage("Next", max_steps=3)`."""
