@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from training_container.engine import Engine, Example, MicroBatch, Sampling
 from training_container.engine.sampler import draw, sampling_logits
 from training_container.losses import cross_entropy
 
+CASES = Path(__file__).parents[1] / "cases"
 CPU = torch.device("cpu")
 PROMPTS = ["7>", "31415926535>", "2718>"]
 
@@ -195,6 +197,43 @@ def test_a_batch_is_cut_by_tokens_when_no_number_of_rows_is_given(monkeypatch: p
     examples = examples_of(engine)
     parts = [part for _, part in engine._cut(examples)]
     assert [[len(examples[index].tokens) for index in part] for part in parts] == [[19], [6, 5, 4], [3]]
+
+
+def test_a_row_of_2_tokens_at_1_nat_and_one_of_60_at_3_nats_have_a_mean_loss_of_2_935_however_they_are_accumulated() -> (
+    None
+):
+    oracle = json.loads((CASES / "c31_oracle.json").read_text("utf-8"))
+    lengths, means = oracle["toy"]["row_tokens"], torch.tensor(oracle["toy"]["row_mean_loss"])
+    engine = a_preset()
+    examples = [Example([1] * (count + 1), [False] + [True] * count, label=row) for row, count in enumerate(lengths)]
+
+    def given(logprobs_N: Tensor, batch: MicroBatch) -> Any:
+        per_token_N = means[batch.label_B.long()][batch.row_N] + 0.0 * logprobs_N
+        return per_token_N.sum() / batch.totals.tokens, {}
+
+    for rows in (1, 2):
+        engine.micro_batch_rows = rows
+        assert engine.forward_backward(examples, given)["loss"] == pytest.approx(oracle["right_token_mean"], rel=1e-6)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_accumulated_rows_of_few_and_of_many_tokens_give_loss_norm_and_weights_of_the_full_batch(more: int) -> None:
+    lines = [json.loads(line) for line in (CASES / "c31_accumulation.jsonl").read_text("utf-8").splitlines()]
+    taken = {}
+    for rows in (1, 2, None):
+        engine = a_preset(texts=["abyesno "])
+        examples = [
+            Example(encode(engine, line["prompt"] + line["completion"]), [False] + [True] * len(line["completion"]))
+            for line in [*lines, *lines[:more]]
+        ]
+        engine.micro_batch_rows = rows
+        loss = engine.forward_backward(examples, cross_entropy)["loss"]
+        norm = engine.optim_step(1e-3, 1.0).grad_norm
+        taken[rows] = torch.cat(
+            [torch.tensor([loss, norm]), *(each.detach().flatten() for each in engine.trainable.values())]
+        )
+    torch.testing.assert_close(taken[1], taken[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(taken[1], taken[None], rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_trains_only_its_own_weights_and_leaves_the_base_alone(a_model_dir: Callable[..., Path]) -> None:
