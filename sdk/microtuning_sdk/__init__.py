@@ -23,30 +23,50 @@ if TYPE_CHECKING:
         RunFailed,
         RunNotFound,
         RunStopped,
+        RunWouldFail,
         StageUnreachable,
         SubmitRefused,
     )
     from microtuning_sdk._connection import Stage, connect
+    from microtuning_sdk._rewards import Judge
     from microtuning_sdk._run import Cost, Model, Run
-    from microtuning_sdk._trainers import RLTrainer, ScriptTrainer, SFTTrainer
+    from microtuning_sdk._trainers import (
+        DistillationTrainer,
+        DPOTrainer,
+        KTOTrainer,
+        LoopTrainer,
+        ORPOTrainer,
+        RewardTrainer,
+        RLTrainer,
+        ScriptTrainer,
+        SFTTrainer,
+    )
 
 __all__ = [
     "BudgetExceeded",
     "Cost",
+    "DPOTrainer",
+    "DistillationTrainer",
     "InvalidCode",
     "InvalidData",
     "InvalidName",
     "InvalidSpec",
+    "Judge",
+    "KTOTrainer",
     "LocalCloudError",
+    "LoopTrainer",
     "MicrotuningError",
     "Model",
     "NothingFits",
+    "ORPOTrainer",
     "Problem",
     "RLTrainer",
+    "RewardTrainer",
     "Run",
     "RunFailed",
     "RunNotFound",
     "RunStopped",
+    "RunWouldFail",
     "SFTTrainer",
     "ScriptTrainer",
     "Stage",
@@ -61,9 +81,16 @@ _ELSEWHERE = {
     "Cost": "_run",
     "Model": "_run",
     "Run": "_run",
+    "Judge": "_rewards",
+    "DistillationTrainer": "_trainers",
+    "DPOTrainer": "_trainers",
+    "KTOTrainer": "_trainers",
+    "LoopTrainer": "_trainers",
+    "ORPOTrainer": "_trainers",
+    "RewardTrainer": "_trainers",
     "RLTrainer": "_trainers",
-    "SFTTrainer": "_trainers",
     "ScriptTrainer": "_trainers",
+    "SFTTrainer": "_trainers",
 }
 
 

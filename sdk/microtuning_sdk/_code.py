@@ -1,9 +1,10 @@
 """How the user's own code travels: one code.zip, the same bytes for the same code.
 
-    a function of a module       rewards.py and the local modules that it imports     entry "rewards:exact_match"
-    anything else callable       reward.pkl, and the local modules it needs           entry "pickle:reward.pkl"
-    a training script            train.py and what it imports, or its whole folder    entry "train.py"
+    a function or class of a module   rewards.py and the local modules that it imports     entry "rewards:exact_match"
+    anything else callable            reward.pkl, and the local modules it needs           entry "pickle:reward.pkl"
+    a training script                 train.py and what it imports, or its whole folder    entry "train.py"
 
+Several of them (rewards, a loss, an environment) travel in one archive, each under the field of the spec that names it.
 code.json says which Python wrote it: a pickled function can be read only by the same minor version.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -24,7 +26,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import InvalidCode
-from microtuning_sdk._pickles import pickled
+from microtuning_sdk._pickles import called, pickled
 from microtuning_sdk._sources import (
     MAX_CODE_BYTES,
     Files,
@@ -42,7 +44,6 @@ from microtuning_sdk._uploads import local_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-PICKLE = "reward.pkl"
 MANIFEST = "code.json"
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SAME_TIME = (1980, 1, 1, 0, 0, 0)  # the first moment a zip can name
@@ -50,10 +51,14 @@ _SAME_TIME = (1980, 1, 1, 0, 0, 0)  # the first moment a zip can name
 
 @dataclass(frozen=True)
 class CodePackage:
-    """Files by their path in the archive, and where to begin in them."""
+    """Files by their path in the archive, and where to begin in them.
+
+    entries: what each field of the spec shall name, such as {"reward.entry": "rewards:exact", "loss.entry": …}.
+    """
 
     entry: str
     files: Mapping[str, bytes] = field(repr=False)
+    entries: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def archive(self) -> bytes:
@@ -78,6 +83,42 @@ def _zip_entry(path: str) -> zipfile.ZipInfo:
     return entry
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One thing of the user's that the spec names: a callable, or its name "module:name".
+
+    kind: what it is, for messages ("reward"). called_with: names of the arguments it will be given; None = not checked.
+    """
+
+    value: Callable[..., Any] | str
+    kind: str = "reward"
+    called_with: tuple[str, ...] | None = None
+
+
+def package_all(pieces: Mapping[str, Piece], folder: Path | None = None) -> CodePackage:
+    """One package for several pieces, by the field of the spec that names each.
+
+    Args:
+        folder: where named modules are looked for first.
+
+    Raises:
+        InvalidCode: as package_reward; or two different files of the same path.
+    """
+    packages = {field: _packed(piece, _pickle_name(field), folder) for field, piece in pieces.items()}
+    files: Files = {}
+    for package in packages.values():
+        for path, content in package.files.items():
+            if files.setdefault(path, content) != content:
+                raise InvalidCode(path, "two different files have this name", next_step="Rename one of the modules.")
+    entries = {field: package.entry for field, package in packages.items()}
+    return _checked(CodePackage(next(iter(entries.values())), files, entries))
+
+
+def _pickle_name(field: str) -> str:
+    """reward.entry -> reward.pkl, reward.parts.length.entry -> reward_length.pkl."""
+    return "_".join(part for part in field.split(".") if part not in ("parts", "entry")) + ".pkl"
+
+
 def package_reward(reward: Callable[..., Any] | str, folder: Path | None = None) -> CodePackage:
     """The package for a reward function, or for the name of one ("rewards:exact_match").
 
@@ -88,30 +129,53 @@ def package_reward(reward: Callable[..., Any] | str, folder: Path | None = None)
     Raises:
         InvalidCode: no such module or name, not callable, not picklable, or more than 50 MB.
     """
-    if isinstance(reward, str):
-        return _named(reward, [*([folder] if folder else []), *local_roots(), Path.cwd()])
-    if not callable(reward):
+    return package_all({"reward.entry": Piece(reward)}, folder)
+
+
+def _packed(piece: Piece, pickle_name: str, folder: Path | None) -> CodePackage:
+    value = piece.value
+    if isinstance(value, str):
+        return _named(value, [*([folder] if folder else []), *local_roots(), Path.cwd()])
+    if not callable(value):
         raise InvalidCode(
-            repr(reward), "a reward is a function", next_step="Give a function, or its name 'module:name'."
+            repr(value), f"a {piece.kind} is a function", next_step="Give a function, or its name 'module:name'."
         )
-    entry = _entry_of(reward)
+    if piece.called_with is not None:
+        _check_signature(value, piece.kind, piece.called_with)
+    entry = _entry_of(value)
     if entry is not None:
         module = sys.modules[entry.partition(":")[0]]
         return _checked(CodePackage(entry, sources_of([module.__name__], [root_of(module), *local_roots()])))
-    saved = pickled(reward)
-    return _checked(CodePackage(f"pickle:{PICKLE}", {**_needed_by(saved.modules), PICKLE: saved.payload}))
+    saved = pickled(value)
+    return _checked(CodePackage(f"pickle:{pickle_name}", {**_needed_by(saved.modules), pickle_name: saved.payload}))
 
 
-def _entry_of(reward: Callable[..., Any]) -> str | None:
-    """`module:name` when importing that module gives this very function, and its source is the user's own."""
-    module = sys.modules.get(getattr(reward, "__module__", None) or "")
-    if not isinstance(reward, FunctionType) or module is None or not is_local(module):
+def _check_signature(value: Callable[..., Any], kind: str, names: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return  # a built-in without a signature
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise InvalidCode(
+            called(value),
+            f"a {kind} is called with ({', '.join(names)}), and it takes {signature} ({error})",
+            next_step=f"Write it as def {value.__name__ if isinstance(value, FunctionType) else kind}"
+            f"({', '.join(names)}).",
+        ) from error
+
+
+def _entry_of(value: Callable[..., Any]) -> str | None:
+    """`module:name` when importing that module gives this very function or class, and its source is the user's own."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if not isinstance(value, FunctionType | type) or module is None or not is_local(module):
         return None
-    entry = f"{module.__name__}:{reward.__qualname__}"
+    entry = f"{module.__name__}:{value.__qualname__}"
     if not _ENTRY.fullmatch(entry) or find_module(module.__name__, [root_of(module)]) is None:
         return None
     try:
-        return entry if attrgetter(reward.__qualname__)(module) is reward else None
+        return entry if attrgetter(value.__qualname__)(module) is value else None
     except AttributeError:
         return None
 
@@ -159,19 +223,21 @@ def package_script(entry: str | Path, source_dir: str | Path | None = None) -> C
     script = folder / name
     if not script.is_file():
         raise InvalidCode(str(script), "there is no such file", next_step="Give the path of the training script.")
+    entries = {"algorithm.entry": name}
     if source_dir is not None:
-        return _checked(CodePackage(name, folder_files(folder)))
+        return _checked(CodePackage(name, folder_files(folder), entries))
     if not re.fullmatch(r"[\w-]+\.py", name):
         raise InvalidCode(name, "a script is a .py file named with letters, digits, _ and -")
     text = script.read_bytes()
-    return _checked(CodePackage(name, {**sources_of(imports_of(name, text), [folder]), name: text}))
+    return _checked(CodePackage(name, {**sources_of(imports_of(name, text), [folder]), name: text}, entries))
 
 
-def package_folder(path: Path, entry: str) -> CodePackage:
-    """The package for a folder, or a single file, that a spec names."""
+def package_folder(path: Path, entries: Mapping[str, str]) -> CodePackage:
+    """The package for a folder, or a single file, that a spec names; `entries` by the field that holds each."""
     if not path.exists():
         raise InvalidCode(str(path), "there is no such file or folder", next_step="Correct `code` in the spec.")
-    return _checked(CodePackage(entry, folder_files(path) if path.is_dir() else {path.name: path.read_bytes()}))
+    files = folder_files(path) if path.is_dir() else {path.name: path.read_bytes()}
+    return _checked(CodePackage(next(iter(entries.values()), ""), files, entries))
 
 
 def _checked(package: CodePackage) -> CodePackage:

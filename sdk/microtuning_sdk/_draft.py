@@ -10,7 +10,7 @@ stand-ins for what is local, so that a misspelt setting is reported before any d
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 from microtuning_core.domain.errors import InvalidCode, InvalidSpec, MicrotuningError, Problem
 from microtuning_core.domain.layout import code_key
 from microtuning_core.domain.names import check_tenant
-from microtuning_core.domain.planning import TINY_DECODER, ModelShape, choose_plan
+from microtuning_core.domain.planning import TINY_DECODER, ModelShape, Plan, PlanRequest, choose_plan
 from microtuning_core.domain.spec import RunSpec, foreign_locations
-from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.domain.spec_checks import is_code, parse_spec
 from microtuning_core.spec_files import dump_spec_text
-from microtuning_core.usecases.plan import request_for
-from microtuning_sdk._code import CodePackage, package_folder, package_reward, package_script
+from microtuning_core.usecases.plan import frozen_sources, request_for
+from microtuning_sdk._code import CodePackage, Piece, package_all, package_folder, package_script
 from microtuning_sdk._connection import DEFAULT_TENANT
-from microtuning_sdk._inputs import BaseModel, Data, base_model, check_dataset, dataset
+from microtuning_sdk._inputs import BaseModel, Data, base_model, check_dataset, dataset, is_local_model
 from microtuning_sdk._json import why_no_json
 from microtuning_sdk._uploads import Parcel, parcel
 
 if TYPE_CHECKING:
+    from microtuning_core.domain.datasets import Row
     from microtuning_sdk._connection import Stage
 
 Document = dict[str, Any]
@@ -40,10 +41,19 @@ _STAND_IN_SHA256 = "0" * 64
 
 @dataclass(frozen=True)
 class Draft:
-    """A valid spec, and what must be uploaded before it."""
+    """A valid spec, and what must be uploaded before it.
+
+    rows: of each data set, by the field that names it; none of a script's. code: what travels with it. model_folder: of a
+    model that is a local directory. request, plan: what the first attempt needs, and the machine it gets.
+    """
 
     spec: RunSpec
     parcels: tuple[Parcel, ...] = field(repr=False)
+    rows: Mapping[str, Sequence[Row]] = field(repr=False)
+    code: CodePackage | None
+    model_folder: Path | None
+    request: PlanRequest
+    plan: Plan
 
     @property
     def text(self) -> str:
@@ -82,12 +92,18 @@ def draft(
     code = code or _code_of(document, folder)
     if code is not None:
         parcels.append(_with_code(stage, tenant, ready, code))
-    model = _with_model(stage, tenant, ready, folder)
-    parcels += [*model.parcels, *_with_data(stage, tenant, document, ready, folder)]
+    model = _with_model(stage, tenant, ready["model"], folder)
+    teacher = _with_model(stage, tenant, _teacher_in(ready), folder)
+    data, rows = _with_data(stage, tenant, document, ready, folder)
+    parcels += [*model.parcels, *teacher.parcels, *data]
     spec = parse_spec(ready, lines)
-    if problems := foreign_locations(spec, stage.bucket) or _does_not_fit(spec, model.shape):
+    if problems := foreign_locations(spec, stage.bucket) or _size_unknown(spec, model.shape):
         raise InvalidSpec(problems)
-    return Draft(spec, tuple({each.key: each for each in parcels}.values()))
+    reward_models = frozen_sources(spec)[1 if teacher.uri else 0 :]
+    shapes = [teacher.shape, *(_shape_of(stage, tenant, uri, folder) for uri in reward_models)]
+    request = request_for(spec, model.shape, frozen=shapes)
+    unique = tuple({each.key: each for each in parcels}.values())
+    return Draft(spec, unique, rows, code, model.folder, request, _plan(request))
 
 
 def _with_lists(document: Document) -> Document:
@@ -124,9 +140,10 @@ def _with_stand_ins(document: Document, code: CodePackage | None) -> Document:
         holder = _copied_path(shown, above)
         if holder is not None and _is_local_data(holder.get(name)):
             holder[name] = _STAND_IN + name
-    model = _copied_path(shown, ["model"])
-    if model is not None and _is_local_model(model.get("base")):
-        model["base"] = f"{_STAND_IN}model/"
+    for path in (["model"], ["algorithm", "teacher"]):
+        model = _copied_path(shown, path)
+        if model is not None and is_local_model(model.get("base")):
+            model["base"] = f"{_STAND_IN}model/"
     if code is not None or _names_local_code(document):
         shown["code"] = {"uri": f"{_STAND_IN}code.zip", "sha256": _STAND_IN_SHA256}
     return shown
@@ -149,94 +166,110 @@ def _is_local_data(value: object) -> bool:
     return isinstance(value, Path) or _are_rows(value)
 
 
-def _is_local_model(value: object) -> bool:
-    return isinstance(value, Path) or (
-        isinstance(value, str) and not value.startswith("s3://") and (value[:1] in "./~" or Path(value).is_dir())
-    )
-
-
 def _names_local_code(document: Document) -> bool:
     code = document.get("code")
     given = code if isinstance(code, str) else code.get("uri") if isinstance(code, dict) else None
     if code is None:
-        return _entry_of(document) is not None
+        return bool(_entries_of(document))
     return isinstance(given, str) and not given.startswith("s3://")
 
 
-def _entry_of(document: Document) -> str | None:
-    """The reward or the script that a spec names."""
-    for part in ("reward", "algorithm"):
-        holder = document.get(part)
-        if isinstance(holder, dict) and isinstance(holder.get("entry"), str):
-            return str(holder["entry"])
-    return None
+def _entries_of(document: Document) -> dict[str, str]:
+    """What a spec names of the user's own code, by field: rewards, a loss, an environment, a loop or a script."""
+    parts = _at(document, ["reward", "parts"])
+    fields = ["reward", *(f"reward.parts.{name}" for name in parts), "loss", "environment", "algorithm"]
+    named = {f"{field}.entry": _at(document, field.split(".")).get("entry") for field in fields}
+    return {field: entry for field, entry in named.items() if isinstance(entry, str) and is_code(entry)}
 
 
 # --- the parts, each put into `ready` --------------------------------------------------------------------------------
 
 
 def _code_of(document: Document, folder: Path) -> CodePackage | None:
-    """The code that a spec file names by a path, or that lies beside it under the name of its entry."""
-    entry = _entry_of(document)
-    if entry is None or not _names_local_code(document):
+    """The code that a spec file names by a path, or that lies beside it under the names of its entries."""
+    entries = _entries_of(document)
+    if not entries or not _names_local_code(document):
         return None
     code = document.get("code")
     if code is not None:
         path = folder / (code if isinstance(code, str) else code["uri"])
-        return package_folder(path, entry)
-    if entry.startswith("pickle:"):
-        raise InvalidCode(entry, "a spec file has no code for it", next_step="Name a function as 'module:name'.")
-    return package_reward(entry, folder) if ":" in entry else package_script(folder / entry)
+        return package_folder(path, entries)
+    if pickles := [entry for entry in entries.values() if entry.startswith("pickle:")]:
+        raise InvalidCode(pickles[0], "a spec file has no code for it", next_step="Name a function as 'module:name'.")
+    if _at(document, ["algorithm"]).get("type") == "script":
+        return package_script(folder / entries["algorithm.entry"])
+    return package_all({field: Piece(entry) for field, entry in entries.items()}, folder)
 
 
 def _with_code(stage: Stage, tenant: str, ready: Document, code: CodePackage) -> Parcel:
     key = code_key(tenant, code.sha256)
     ready["code"] = {"uri": f"s3://{stage.bucket}/{key}", "sha256": code.sha256, "entry": code.entry}
-    if ready["algorithm"]["type"] == "script":
-        ready["algorithm"]["entry"] = code.entry
-    else:
-        ready["reward"] = {**ready.get("reward", {}), "entry": code.entry}
+    for path, entry in code.entries.items():
+        _at(ready, path.split(".")[:-1])["entry"] = entry
     return parcel(key, code.archive)
 
 
-def _with_model(stage: Stage, tenant: str, ready: Document, folder: Path) -> BaseModel:
-    base = ready["model"].get("base")
+def _with_model(stage: Stage, tenant: str, holder: Document, folder: Path) -> BaseModel:
+    """The model that `holder` names, under its address in the bucket; a preset has none."""
+    base = holder.get("base")
     if base is None:
-        return BaseModel("", TINY_DECODER)
+        return BaseModel("", TINY_DECODER if "arch" in holder else None)
     model = base_model(stage, tenant, base, folder=folder)
-    ready["model"]["base"] = model.uri
+    holder["base"] = model.uri
     return model
 
 
-def _with_data(stage: Stage, tenant: str, document: Document, ready: Document, folder: Path) -> list[Parcel]:
+def _teacher_in(document: Document) -> Document:
+    return _at(document, ["algorithm", "teacher"])
+
+
+def _shape_of(stage: Stage, tenant: str, uri: str, folder: Path) -> ModelShape | None:
+    """Of a reward model; None of an adapter, whose base has the shape."""
+    try:
+        return base_model(stage, tenant, uri, folder=folder).shape
+    except InvalidSpec:
+        return None
+
+
+def _with_data(
+    stage: Stage, tenant: str, document: Document, ready: Document, folder: Path
+) -> tuple[list[Parcel], dict[str, list[Row]]]:
+    """What to upload of the data, and their rows by field."""
     algorithm = ready["algorithm"]["type"]
     parcels: list[Parcel] = []
+    rows: dict[str, list[Row]] = {}
     for *above, name in _DATA_FIELDS:
         given: Data | None = _at(document, above).get(name)
         if given is None:
             continue
         data = dataset(stage, tenant, given, folder=folder, any_file=algorithm == "script")
         judged_as = "sft" if "warm_start" in above else algorithm
-        check_dataset(data, judged_as, has_chat_template=ready["model"].get("arch") is None)
+        has_template = ready["model"].get("arch") is None
+        rows[".".join([*above, name])] = check_dataset(data, judged_as, has_chat_template=has_template)
         _at(ready, above)[name] = data.uri
         parcels += data.parcels
-    return parcels
+    return parcels, rows
 
 
-def _at(document: Document, names: list[str]) -> Document:
+def _at(document: Document, names: Sequence[str]) -> Document:
+    """The mapping at this path; an empty one where there is none."""
     for name in names:
-        document = document.get(name) or {}
+        inner = document.get(name)
+        document = inner if isinstance(inner, dict) else {}
     return document
 
 
-def _does_not_fit(spec: RunSpec, shape: ModelShape | None) -> list[Problem]:
+def _size_unknown(spec: RunSpec, shape: ModelShape | None) -> list[Problem]:
     if shape is None and spec.algorithm.type != "script" and spec.compute.instance == "auto":
         message = (
             f"the size of {spec.model.base} cannot be told from its name or config.json; name a type that holds it"
         )
         return [Problem("compute.instance", message)]
-    try:
-        choose_plan(request_for(spec, shape), [])
-    except MicrotuningError as error:
-        return [Problem("compute", f"{error.message} {error.next_step}".strip(" ."))]
     return []
+
+
+def _plan(request: PlanRequest) -> Plan:
+    try:
+        return choose_plan(request, [])
+    except MicrotuningError as error:
+        raise InvalidSpec([Problem("compute", f"{error.message} {error.next_step}".strip(" ."))]) from error

@@ -59,15 +59,16 @@ class Dataset:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """Where the job finds it, its shape where that can be told, and what to upload first."""
+    """Where the job finds it, its shape where that can be told, what to upload first, and its folder if it has one here."""
 
     uri: str
     shape: ModelShape | None
     parcels: tuple[Parcel, ...] = ()
+    folder: Path | None = None
 
 
-def check_dataset(dataset: Dataset, algorithm: str, *, has_chat_template: bool) -> None:
-    """Every row by the rules that the container uses; a script knows its own files, they only must not be empty.
+def check_dataset(dataset: Dataset, algorithm: str, *, has_chat_template: bool) -> list[Row]:
+    """The rows, each by the rules that the container uses; a script knows its own files, they only must not be empty.
 
     Raises:
         InvalidData: naming file and line.
@@ -75,8 +76,10 @@ def check_dataset(dataset: Dataset, algorithm: str, *, has_chat_template: bool) 
     if algorithm == "script":
         if not any(data for _, data in dataset.files):
             raise InvalidData(dataset.name, "holds nothing", next_step="Add data and submit again.")
-        return
-    check_rows(dataset.rows(), algorithm, dataset.name, has_chat_template=has_chat_template)
+        return []
+    rows = dataset.rows()
+    check_rows(rows, algorithm, dataset.name, has_chat_template=has_chat_template)
+    return rows
 
 
 # --- data sets -------------------------------------------------------------------------------------------------------
@@ -220,6 +223,13 @@ def _uri(stage: Stage, key: str) -> str:
 # --- base models -----------------------------------------------------------------------------------------------------
 
 
+def is_local_model(value: object) -> bool:
+    """Whether it names a directory of this machine, and neither a hub id nor an S3 folder."""
+    return isinstance(value, Path) or (
+        isinstance(value, str) and not value.startswith("s3://") and (value[:1] in tuple("./~") or Path(value).is_dir())
+    )
+
+
 def base_model(stage: Stage, tenant: str, model: str | Path, *, folder: Path) -> BaseModel:
     """The base model that `model` names: a hub id, a local directory, or an S3 folder.
 
@@ -243,7 +253,7 @@ def _local_model(stage: Stage, tenant: str, path: Path) -> BaseModel:
     files = {name: file for name, file in files.items() if not any(part.startswith(".") for part in name.split("/"))}
     prefix = model_prefix(tenant, sha256_of_tree([(name, sha256_of_file(file)) for name, file in files.items()]))
     parcels = tuple(parcel(file_key(prefix, name), file) for name, file in files.items())
-    return BaseModel(_uri(stage, prefix), shape, parcels)
+    return BaseModel(_uri(stage, prefix), shape, parcels, path)
 
 
 def _s3_model(stage: Stage, tenant: str, uri: S3Uri) -> BaseModel:

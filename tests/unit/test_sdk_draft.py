@@ -14,15 +14,41 @@ import pytest
 from botocore.response import StreamingBody
 from botocore.stub import Stubber
 
-from microtuning_core.domain.algorithms import GrpoSettings, ScriptSettings, SftSettings
+from microtuning_core.domain.algorithms import (
+    DistillationSettings,
+    DpoSettings,
+    EnvironmentSpec,
+    GrpoSettings,
+    KtoSettings,
+    OrpoSettings,
+    RewardModelSettings,
+    RewardSpec,
+    ScriptSettings,
+    SftSettings,
+)
 from microtuning_core.domain.errors import InvalidCode, InvalidData, InvalidSpec
 from microtuning_core.domain.names import StackNames
-from microtuning_core.domain.spec import RunSpec
+from microtuning_core.domain.spec import ModelSpec, RunSpec
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk import RLTrainer, ScriptTrainer, SFTTrainer, Stage
 from microtuning_sdk._draft import draft
-from microtuning_sdk._trainers import _MODEL, _REWARD, _RUN, ModelSettings, RLSettings, RunSettings
+from microtuning_sdk._trainers import (
+    _ENVIRONMENT,
+    _MODEL,
+    _REWARD,
+    _RUN,
+    DPOSettings,
+    KTOSettings,
+    ModelSettings,
+    ORPOSettings,
+    RewardSettings,
+    RLSettings,
+    RunSettings,
+)
+from microtuning_sdk._trainers import (
+    DistillationSettings as DistillationKeywords,
+)
 from microtuning_sdk.cli._run import read_draft
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -318,14 +344,28 @@ def test_a_spec_file_is_refused_by_field_and_line(stage: Stage, tmp_path: Path) 
 
 
 def test_every_setting_of_the_spec_can_be_given_to_a_trainer() -> None:
-    named_by_fit = {"type", "epochs", "batch_size", "max_train_steps"}
     run_fields = set(RunSpec.model_fields) - {
-        "schema_version", "model", "algorithm", "reward", "environment", "data", "code",
+        "schema_version", "model", "algorithm", "reward", "loss", "environment", "data", "code",
     }  # fmt: skip
     assert set(RunSettings.__annotations__) - {"stage"} == run_fields == _RUN
-    assert set(ModelSettings.__annotations__) - set(RunSettings.__annotations__) - _MODEL == (
-        set(SftSettings.model_fields) - named_by_fit
-    )
-    assert set(RLSettings.__annotations__) - set(RunSettings.__annotations__) - _MODEL - set(_REWARD) == (
-        set(GrpoSettings.model_fields) - named_by_fit
-    )
+    assert set(ModelSpec.model_fields) - {"arch", "base"} == _MODEL
+    assert set(_REWARD.values()) == set(RewardSpec.model_fields) - {"entry", "parts", "judge"}
+    assert set(EnvironmentSpec.model_fields) - {"entry", "options"} == _ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("keywords", "settings"),
+    [
+        (ModelSettings, SftSettings),
+        (DPOSettings, DpoSettings),
+        (KTOSettings, KtoSettings),
+        (ORPOSettings, OrpoSettings),
+        (RewardSettings, RewardModelSettings),
+        (RLSettings, GrpoSettings),
+        (DistillationKeywords, DistillationSettings),
+    ],
+)
+def test_every_setting_of_an_algorithm_is_a_keyword_of_its_trainer(keywords: Any, settings: Any) -> None:
+    named_elsewhere = {"type", "epochs", "batch_size", "max_train_steps", "loss", "teacher"}
+    own = set(keywords.__annotations__) - set(RunSettings.__annotations__) - _MODEL - set(_REWARD)
+    assert own == set(settings.model_fields) - named_elsewhere

@@ -5,6 +5,7 @@ MicrotuningError                  base; one sentence and the next step          
 ├── InvalidSpec                   the request can never work; fix it              (problems: field, line, message)
 ├── InvalidData                   a data set that cannot be used                  (file, line, reason)
 ├── InvalidCode                   user code that cannot travel to the job         (object_name, reason)
+├── RunWouldFail                  preflight found what would end the run          (found)
 ├── RunNotFound                   no such run in this stage                       (run_id)
 ├── StaleRevision                 somebody else wrote first; read again           (run_id, expected)
 ├── IllegalTransition             a status cannot follow another                  (run_id, current, wanted)
@@ -97,6 +98,14 @@ class InvalidCode(MicrotuningError):
     def __init__(self, object_name: str, reason: str, *, next_step: str = "") -> None:
         super().__init__(f"{object_name} cannot travel to the training job: {reason}", next_step=next_step)
         self.object_name, self.reason = object_name, reason
+
+
+class RunWouldFail(MicrotuningError):
+    """Preflight tried the run's own code and data here, and they fail here as they would in the job."""
+
+    def __init__(self, found: str, *, next_step: str = "") -> None:
+        super().__init__(f"The run would fail: {found}", next_step=next_step)
+        self.found = found
 
 
 class RunNotFound(MicrotuningError):

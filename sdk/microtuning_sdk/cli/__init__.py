@@ -97,6 +97,7 @@ def status_of(error: Exception) -> int:
         errors.LocalRequestRefused,
         errors.NothingFits,
         errors.RunNotFound,
+        errors.RunWouldFail,
         errors.SubmitRefused,
     )
     if isinstance(error, errors.RunStopped):

@@ -11,9 +11,10 @@ from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
 from microtuning_sdk._draft import Draft, draft
+from microtuning_sdk._preflight import preflight, shown
 from microtuning_sdk._run import Run
 from microtuning_sdk._submit import submit
-from microtuning_sdk.cli._common import add_stage, add_verb, exit_status
+from microtuning_sdk.cli._common import add_json, add_stage, add_verb, exit_status, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 def add_parsers(verbs: Any) -> None:
     run = add_verb(verbs, "run", run_spec, "Submit a spec file and follow its run to the end.")
     run.add_argument("--no-wait", action="store_true", help="print the run's id and return at once")
-    check = add_verb(verbs, "check", check_spec, "Check a spec file and its data and code; nothing is uploaded.")
+    check = add_verb(verbs, "check", check_spec, "Check a spec file, its data and its code; nothing is uploaded.")
+    add_json(check)
+    run.add_argument("--no-preflight", action="store_true", help="do not try data and code before the upload")
     for parser in (run, check):
         parser.add_argument("spec", metavar="SPEC", type=Path, help="a spec, YAML or JSON (docs/sdk.md)")
         add_stage(parser)
@@ -30,7 +33,13 @@ def add_parsers(verbs: Any) -> None:
 
 def run_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
-    started = submit(stage, read_draft(stage, arguments.spec), _say)
+    ready = read_draft(stage, arguments.spec)
+    if not arguments.no_preflight:
+        found = preflight(ready)
+        for line in shown(found):
+            _say(line)
+        found.raise_if_broken()
+    started = submit(stage, ready, _say)
     print(started.run_id, flush=True)
     if started.interrupted:
         _say(detached(started.run_id))
@@ -44,8 +53,17 @@ def run_spec(arguments: argparse.Namespace) -> int:
 def check_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
     ready = read_draft(stage, arguments.spec)
-    uploads = ", ".join(each.key for each in ready.parcels) or "nothing"
-    print(f"{arguments.spec} is valid: {ready.spec.name!r} for tenant {ready.spec.tenant!r}; would upload {uploads}")
+    found, uploads = preflight(ready), [each.key for each in ready.parcels]
+    if arguments.json:
+        print_json(
+            {"name": ready.spec.name, "tenant": ready.spec.tenant, "uploads": uploads, "findings": found.as_json()}
+        )
+    else:
+        print(f"{arguments.spec} is valid: {ready.spec.name!r} for tenant {ready.spec.tenant!r}")
+        print(f"would upload {', '.join(uploads) or 'nothing'}")
+        for line in shown(found):
+            print(line)
+    found.raise_if_broken()
     return 0
 
 
