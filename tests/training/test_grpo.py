@@ -18,7 +18,8 @@ from microtuning_core.domain.algorithms import GrpoSettings
 from microtuning_core.domain.spec import ModelSpec
 from training_container.engine import OptimStep
 from training_container.losses import Objective
-from training_container.recipes.policy import policy_update, with_logprobs
+from training_container.recipes.policy import objective_of, policy_update, with_logprobs
+from training_container.reference import reference_of
 from training_container.rollouts import Rollout, Trajectory, length_penalty, minibatch, recall_or_draw, roll_out
 
 GRPO = {"type": "grpo", "batch_size": 8, "group_size": 4, "max_completion_tokens": 6, "learning_rate": 1e-3}
@@ -253,6 +254,23 @@ def test_a_rollout_is_remembered_only_where_more_than_one_step_is_made_of_it() -
         recall_or_draw(run, [0], lambda _: Rollout([a_group(0.0, 1.0)]))
     assert once.memory is None
     assert recall_or_draw(often, [0], lambda _: pytest.fail("drawn again")).groups == [a_group(0.0, 1.0)]
+
+
+def test_without_a_coefficient_no_reference_is_loaded_or_asked() -> None:
+    engine, run = Recorder(), a_run(kl_coef=0.0)
+    assert reference_of(engine, run) is None  # type: ignore[arg-type]
+    assert objective_of(engine, run).kl_coef == 0.0  # type: ignore[arg-type]
+
+
+def test_every_setting_of_the_loss_reaches_it() -> None:
+    given = {
+        "loss": "gspo", "clip_low": 0.11, "clip_high": 0.22, "dro_beta": 0.33, "normalise": "constant", "kl_coef": 0.44,
+        "kl_estimator": "k2", "off_policy_cap": 5.5,
+    }  # fmt: skip
+    engine, run = Recorder(), a_run(**given, max_completion_tokens=77)
+    assert vars(objective_of(engine, run)) == given | {"max_tokens": 77, "off_policy_cap": None}  # type: ignore[arg-type]
+    engine.samples_exactly = False
+    assert objective_of(engine, run).off_policy_cap == 5.5  # type: ignore[arg-type]
 
 
 # --- whole runs ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training_container.engine import MicroBatch, Totals
+from training_container.engine import Example, MicroBatch, Totals
+from training_container.engine.batch import micro_batch
 from training_container.losses import Objective, kl, policy_loss
 from training_container.losses.policy import sampler_weights
 
@@ -226,6 +227,19 @@ def test_no_log_ratio_makes_a_divergence_or_gradient_that_is_not_finite(estimato
     found_N = kl(logprobs_N, d_N, estimator)
     found_N.sum().backward()
     assert found_N.isfinite().all() and logprobs_N.grad.isfinite().all()  # type: ignore[union-attr]
+
+
+def test_padding_is_never_among_the_tokens_of_a_loss() -> None:
+    """Rows of 1 and 3 drawn tokens after prompts of 4 and 1: four tokens are laid end to end, and nothing between."""
+    rows = [
+        Example([5, 6, 7, 8, 9], [False] * 4 + [True], 1.0, [-1.0], reference_logprobs=[-1.5]),
+        Example([5, 1, 2, 3], [False] + [True] * 3, 2.0, [-1.0] * 3, reference_logprobs=[-1.5] * 3),
+    ]
+    batch = micro_batch(rows, Totals.of(rows), torch.device("cpu"))
+    assert batch.target_N.tolist() == [9, 1, 2, 3]
+    assert batch.reference_logprobs_N.tolist() == [-1.5] * 4
+    _, metrics = policy_loss(torch.full((4,), -1.0), batch, Objective(kl_coef=1.0))
+    close(metrics["kl"], math.exp(-0.5) + 0.5 - 1, 1e-6)
 
 
 def test_beyond_20_nats_k3_still_pulls_back_with_the_slope_it_had_there() -> None:
