@@ -6,6 +6,8 @@ They stay what they are from one version to the next; everything else in this pa
 from . import advantages, losses
 from .data import Prompt, render_prompts, render_supervised
 from .engine import Completion, Engine, Example, Metrics, MicroBatch, OptimStep, Sampling, Totals
+from .recipes.grpo import question_about
+from .recipes.grpo import reward_function as open_reward
 from .run import Run
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "Totals",
     "advantages",
     "losses",
+    "open_reward",
+    "question_about",
     "render_prompts",
     "render_supervised",
 ]

@@ -110,6 +110,29 @@ def test_a_loop_that_counts_its_own_steps_is_kept_at_the_last(a_box: Box, rows: 
     assert (box.steps, box.manifest(3)["final"]) == ([1, 2, 3], True)
 
 
+ASKS = """
+from training_container.api import Sampling, open_reward, question_about, render_prompts
+
+def train(engine, run):
+    prompts, _ = render_prompts(run.rows["train"], engine.tokenizer, 100)
+    with open_reward(run) as reward:
+        for indices in run.steps(rows=len(prompts), batch=run.settings.batch_size):
+            chosen = [prompts[index] for index in indices]
+            groups = engine.sample([prompt.tokens for prompt in chosen], Sampling(3), group_size=2)
+            scores = reward.score(question_about(engine.tokenizer, chosen, groups), step=run.state.step + 1)
+            run.end_step({"asked": len(scores.values), "reward": scores.mean}, tokens=0)
+"""
+
+
+def test_a_loop_may_ask_the_reward_of_the_spec(a_box: Box, rows: Rows) -> None:
+    lengths = "def length(completion_ids, **kw):\n    return [float(len(ids)) for ids in completion_ids]\n"
+    box = with_loop(a_box, rows, ASKS, reward={"entry": "rewards:length"})
+    (box.tree.channel("code") / "rewards.py").write_text(lengths, encoding="utf-8")
+    assert box.work() == 0
+    assert {event["asked"] for event in box.of("metrics")} == {8}
+    assert all(1 <= event["reward"] <= 3 for event in box.of("metrics"))
+
+
 @pytest.mark.parametrize(
     ("source", "message", "line"),
     [

@@ -170,7 +170,7 @@ def _about_rewards(spec: RunSpec) -> Iterator[Problem]:
     kind = spec.algorithm.type
     if kind == "grpo" and spec.reward is None:
         yield Problem("reward", "grpo needs a reward")
-    if spec.reward is not None and kind not in POLICY_ALGORITHMS:
+    if spec.reward is not None and kind not in (*POLICY_ALGORITHMS, "custom"):
         yield Problem("reward", f"{kind} learns from its rows and takes no reward; {_these(POLICY_ALGORITHMS)} do")
     if kind == "multi_turn":
         if spec.environment.entry is None:
