@@ -42,8 +42,7 @@ class _Picked(torch.autograd.Function):
     def forward(ctx: Any, logits_M_V: Tensor, source_N: Tensor, target_N: Tensor, temperature: float) -> Tensor:
         total_M = torch.empty(len(logits_M_V), device=logits_M_V.device)
         for rows in _chunks(logits_M_V):
-            scaled = logits_M_V[rows].float()
-            total_M[rows] = torch.logsumexp(scaled / temperature if temperature != 1.0 else scaled, -1)
+            total_M[rows] = torch.logsumexp(_scaled(logits_M_V[rows], temperature), -1)
         ctx.save_for_backward(logits_M_V, source_N, target_N, total_M)
         ctx.temperature = temperature
         return logits_M_V[source_N, target_N].float() / temperature - total_M[source_N]
@@ -55,11 +54,14 @@ class _Picked(torch.autograd.Function):
         pull_M = torch.zeros_like(total_M).index_add_(0, source_N, pull_N)
         gradient_M_V = torch.empty_like(logits_M_V)
         for rows in _chunks(logits_M_V):
-            share = logits_M_V[rows].float()
-            share = share / ctx.temperature - total_M[rows, None]
+            share = _scaled(logits_M_V[rows], ctx.temperature) - total_M[rows, None]
             gradient_M_V[rows] = share.exp_().mul_(-pull_M[rows, None])
         gradient_M_V.index_put_((source_N, target_N), pull_N.to(gradient_M_V.dtype), accumulate=True)
         return gradient_M_V, None, None, None
+
+
+def _scaled(logits_M_V: Tensor, temperature: float) -> Tensor:
+    return logits_M_V.float() if temperature == 1.0 else logits_M_V.float() / temperature
 
 
 def _chunks(array_M_V: Tensor) -> Iterator[slice]:
@@ -70,6 +72,8 @@ def _chunks(array_M_V: Tensor) -> Iterator[slice]:
 @contextmanager
 def head_at(model: Any, position_M: Tensor) -> Iterator[None]:
     """Within, the head sees only these positions of the flattened [B * L]; logits come out as [1, M, V].
+
+    Take that axis off by `squeeze(0)`: the gradient of an index would be an array of zeros, and a copy.
 
     With a vocabulary of 150,000 the logits of prompts and padding would be most of the memory. A hook before the head does
     it, so that whatever a model does after its head (soft-capping, scaling) stays in place.

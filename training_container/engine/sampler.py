@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cache import fork, is_whole
-from .forward import cache_of, call, undressed
+from .forward import cache_of, call, head_at, undressed
 from .layouts.families import pad, positions
 from .layouts.packed import additive
 
@@ -23,6 +23,8 @@ from .layouts.packed import additive
 DROP_AT = 0.75
 # How many times as dear it is to attend to a key that one query alone reads: memory is slower than multiplication.
 _LONE_KEY = 8.0
+# Entries of the vocabulary whose mass is added up before it is searched.
+_BLOCK = 256
 _NOBODY, _EVERYONE = -1, -2  # owners of keys that are no row's
 
 
@@ -225,16 +227,16 @@ class _Queries:
         self._owner_F_L = torch.cat([self._owner_F_L, self._row_F_Q], 1)
         owner_F_1_L = self._owner_F_L[:, None, :]
         seen_F_Q_L = (owner_F_1_L == self._row_F_Q[:, :, None]) | (owner_F_1_L == _EVERYONE)
-        logits_F_Q_V = call(
-            self._model,
-            self._spread(token_K),
-            attention_mask=additive(seen_F_Q_L, undressed(self._model).dtype)[:, None],
-            position_ids=self._spread(self._position_K),
-            cache=self._cache,
-            use_cache=True,
-        ).logits
+        with head_at(self._model, self._at[0] * self._shape[1] + self._at[1]):
+            logits_K_V: Tensor = call(
+                self._model,
+                self._spread(token_K),
+                attention_mask=additive(seen_F_Q_L, undressed(self._model).dtype)[:, None],
+                position_ids=self._spread(self._position_K),
+                cache=self._cache,
+                use_cache=True,
+            ).logits.squeeze(0)
         self._position_K = self._position_K + 1
-        logits_K_V: Tensor = logits_F_Q_V[self._at]
         return logits_K_V
 
 
@@ -283,22 +285,39 @@ def draw_uniforms(prompts: int, group_size: int, sampling: Sampling, generator: 
 def draw(logits_K_V: Tensor, sampling: Sampling, uniform_K: Tensor | None) -> tuple[Tensor, Tensor]:
     """A token a row, and its log-probability under the distribution it was drawn from, float32. Both of shape [K].
 
-    By inverse cumulative distribution, in one array beside the logits: torch.multinomial on a CPU takes ten times as long
+    By inverse cumulative distribution, with one array beside the logits: torch.multinomial on a CPU takes ten times as long
     at a vocabulary of 32,000.
     """
-    scaled_K_V = sampling_logits(logits_K_V, sampling)
-    peak_K_1, likeliest_K_1 = scaled_K_V.max(-1, keepdim=True)
-    mass_K_V = (scaled_K_V - peak_K_1).exp_()
-    if uniform_K is None:
-        return likeliest_K_1.squeeze(1), -mass_K_V.sum(-1).log()
-    cumulative_K_V = mass_K_V.cumsum_(-1)
-    total_K_1 = cumulative_K_V[:, -1:]
-    # Rounding may put the draw on the total itself, which is past the last token with any mass.
-    threshold_K_1 = torch.minimum(
-        uniform_K[:, None] * total_K_1, torch.nextafter(total_K_1, torch.zeros_like(total_K_1))
-    )
-    token_K_1 = torch.searchsorted(cumulative_K_V, threshold_K_1, right=True)
-    return token_K_1.squeeze(1), (scaled_K_V.gather(1, token_K_1) - peak_K_1 - total_K_1.log()).squeeze(1)
+    mass_K_V = sampling_logits(logits_K_V, sampling).softmax(-1)
+    token_K = mass_K_V.argmax(-1) if uniform_K is None else invert(mass_K_V, uniform_K)
+    return token_K, mass_K_V.gather(1, token_K[:, None]).squeeze(1).log()
+
+
+def invert(mass_K_V: Tensor, uniform_K: Tensor) -> Tensor:
+    """The entry of each row at which the running sum of its mass passes `uniform` of the whole, shape [K].
+
+    First which block of entries, then which of these: a running sum over all takes longer than anything else in drawing.
+    Never one without mass, whatever rounding does.
+    """
+    vocabulary = mass_K_V.shape[1]
+    width = min(_BLOCK, vocabulary)
+    whole = vocabulary // width * width
+    block_K_B = mass_K_V[:, :whole].unfold(1, width, width).sum(-1)
+    if whole < vocabulary:
+        block_K_B = torch.cat([block_K_B, mass_K_V[:, whole:].sum(-1, keepdim=True)], 1)
+    end_K_B = block_K_B.cumsum(1)
+    goal_K_1 = _below(uniform_K[:, None] * end_K_B[:, -1:], end_K_B[:, -1:])
+    at_K_1 = torch.searchsorted(end_K_B, goal_K_1, right=True)
+    column_K_W = at_K_1 * width + torch.arange(width, device=at_K_1.device)
+    inside_K_W = mass_K_V.gather(1, column_K_W.clamp(max=vocabulary - 1)) * (column_K_W < vocabulary)
+    sum_K_W = inside_K_W.cumsum(1)
+    rest_K_1 = (goal_K_1 - (end_K_B - block_K_B).gather(1, at_K_1)).clamp(min=0.0)
+    return (at_K_1 * width + torch.searchsorted(sum_K_W, _below(rest_K_1, sum_K_W[:, -1:]), right=True)).squeeze(1)
+
+
+def _below(value: Tensor, bound: Tensor) -> Tensor:
+    """The value, or what is next below the bound: on the bound itself a search would end behind the last entry."""
+    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))
 
 
 def sampling_logits(logits_K_V: Tensor, sampling: Sampling) -> Tensor:

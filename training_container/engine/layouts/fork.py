@@ -36,7 +36,7 @@ def logprobs(model: Any, examples: Sequence[Example], *, device: torch.device, t
     # A token at the head of a rest is predicted by the beginning; all others by the rest itself.
     in_prefix_N = source_N < 0
     head_N = pick_logprobs(
-        output.logits[0],
+        output.logits.squeeze(0),
         target_N[in_prefix_N].to(device),
         source_N=family_N[in_prefix_N].to(device),
         temperature=temperature,
@@ -56,7 +56,7 @@ def logprobs(model: Any, examples: Sequence[Example], *, device: torch.device, t
             position_ids=position_B_S.to(device),
             cache=cache,
             use_cache=True,
-        ).logits[0]
+        ).logits.squeeze(0)
     rest_N = pick_logprobs(logits_M_V, target_N[~in_prefix_N].to(device), temperature=temperature)
     order_N = torch.cat([in_prefix_N.nonzero(), (~in_prefix_N).nonzero()]).squeeze(1).argsort()
     return torch.cat([head_N, rest_N])[order_N.to(device)]

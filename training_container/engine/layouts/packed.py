@@ -36,7 +36,7 @@ def logprobs(model: Any, examples: Sequence[Example], *, device: torch.device, t
             attention_mask=masks(model, visible(segment_F_W.to(device)), position_F_W.to(device)),
             position_ids=position_F_W.to(device),
             use_cache=False,
-        ).logits[0]
+        ).logits.squeeze(0)
     return pick_logprobs(
         logits_M_V,
         targets(examples).to(device),

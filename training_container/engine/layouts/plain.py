@@ -23,5 +23,5 @@ def logprobs(model: Any, examples: Sequence[Example], *, device: torch.device, t
     starts = np.arange(len(examples)) * ids_B_L.shape[1]
     source = np.concatenate([start + example.trained_at - 1 for start, example in zip(starts, examples, strict=True)])
     with head_at(model, torch.from_numpy(source).to(device)):
-        logits_N_V = call(model, ids_B_L.to(device), use_cache=False).logits[0]
+        logits_N_V = call(model, ids_B_L.to(device), use_cache=False).logits.squeeze(0)
     return pick_logprobs(logits_N_V, targets(examples).to(device), temperature=temperature)
