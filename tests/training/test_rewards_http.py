@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import threading
@@ -302,3 +303,39 @@ def test_the_judge_of_a_spec_takes_its_key_from_the_environment(
     assert scores_of({"entry": "judge", "judge": judge}, asked("a"), tmp_path).values == [0.8]
     assert server.headers[0]["Authorization"] == "Bearer k-9"
     assert (tmp_path / "judge" / "reward.jsonl").is_file()
+
+
+# --- in a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_broke_off_asks_the_judge_nothing_twice_and_logs_every_step_once(
+    server: Server, a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    """Every answer is another one, so a question that is asked again would change the score of what was said before."""
+    moods = itertools.cycle("02468")
+    server.replies = [lambda body: says(next(moods))]
+    judge = {"base_url": server.url, "model": "m", "prompt": "{prompt} {completion}"}
+    parts = {"judge": {"entry": "judge", "judge": judge}, "length": {"entry": "rewards:length", "weight": 0.01}}
+    algorithm = {"type": "grpo", "batch_size": 8, "group_size": 4, "max_completion_tokens": 4, "epochs": 4}
+    box = a_box(algorithm=algorithm, rows=rows(4), reward={"entry": None, "parts": parts},
+                spec={"checkpoint": {"every_steps": 2}})  # fmt: skip
+
+    def breaks_at_5() -> bool:
+        if 5 in box.steps and len(box.steps) < 6:
+            raise RuntimeError("the machine is gone")
+        return False
+
+    assert box.work(stop=breaks_at_5) == 1
+    folder = box.tree.checkpoints / "rollouts"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert box.work() == 0
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert box.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8]  # from checkpoint 4
+    assert sorted(after) == [f"step-{step}.jsonl" for step in range(1, 9)]
+    assert {name: after[name] for name in before} == before
+    assert [len(body.splitlines()) for body in after.values()] == [8] * 8
+    questions = [body["messages"][0]["content"] for body in server.asked]
+    assert len(questions) == len(set(questions))
+    line = json.loads(after["step-8.jsonl"].splitlines()[0])
+    assert line["reward"] == pytest.approx(line["components"]["judge"] + 0.01 * line["components"]["length"])
+    assert {"reward/judge", "reward/length"} <= set(box.of("metrics")[-1])
