@@ -61,7 +61,7 @@ def test_two_workers_of_which_one_is_killed_go_on_together_to_what_one_worker_ma
     assert "bytes_sent" not in alone.of("metrics")[-1]
 
 
-def test_two_workers_stop_at_the_same_step_and_one_goes_on_from_there(
+def test_two_workers_with_spread_weights_stop_at_the_same_step_and_one_goes_on_from_there(
     a_box: Callable[..., Any], rows: Callable[..., Any]
 ) -> None:
     alone, together = (
@@ -69,7 +69,7 @@ def test_two_workers_stop_at_the_same_step_and_one_goes_on_from_there(
         for name, changes in (("alone", {}), ("together", TWO))
     )
     assert alone.work() == 0
-    with together.start() as process:
+    with together.start(MICROTUNING_SHARD="1") as process:
         together.wait_for_step(3, process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

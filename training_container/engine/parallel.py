@@ -99,8 +99,7 @@ class Processes(World):
         return self._sharded_bytes > 0
 
     def share(self, weights: Sequence[int]) -> list[int]:
-        """Heaviest first, each to whoever has least so far: no process gets more than 4/3 of its best part (Graham 1969,
-        eq. 4, for sums of pieces)."""
+        """Heaviest first, each to whoever has least so far: at most 4/3 of the best possible maximum (Graham 1969)."""
         loads = [0] * self.size
         mine = []
         for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
