@@ -88,6 +88,16 @@ def test_a_line_shows_every_part_and_the_texts_on_one_line() -> None:
     assert _rollouts.cells(a_rollout(prompt="a" * 50), [])[-2] == "…" + "a" * 39
 
 
+def test_what_was_said_several_times_to_a_prompt_and_scored_alike_is_shown_once() -> None:
+    rollouts = [a_rollout(index=index, completion=said) for index, said in enumerate("abaa")]
+    rollouts += [
+        a_rollout(index=4, completion="a", reward=0.0),
+        a_rollout(index=5, completion="a", row="train.jsonl:2"),
+    ]
+    shown = [(each["index"], times) for each, times in _rollouts.counted(rollouts)]
+    assert shown == [(0, 3), (1, 1), (4, 1), (5, 1)]
+
+
 def test_the_summary_counts_what_was_not_scored_and_what_was_cut_off() -> None:
     rollouts = [a_rollout(reward=reward, truncated=reward == 2) for reward in (0.0, 2.0, None)]
     assert _rollouts.in_short(rollouts) == (

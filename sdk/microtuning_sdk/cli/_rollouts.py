@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from microtuning_sdk._run import Run
@@ -34,9 +36,8 @@ def show_rollouts(arguments: argparse.Namespace) -> None:
     run = Run(arguments.run_id, arguments.stage)
     order = "best" if arguments.best else "worst" if arguments.worst else "written"
     rollouts = run.rollouts(arguments.step, order=order)  # type: ignore[arg-type]
-    chosen = rollouts[: arguments.limit]
     if arguments.json:
-        return print_json({"run_id": run.run_id, "rollouts": chosen})
+        return print_json({"run_id": run.run_id, "rollouts": rollouts[: arguments.limit]})
     if not rollouts and arguments.step:
         return print(
             f"the log has nothing of step {arguments.step}: it is to come, or its lines had to go for later ones"
@@ -45,8 +46,9 @@ def show_rollouts(arguments: argparse.Namespace) -> None:
         print(in_short(rollouts))
     names = components_of(rollouts)
     heads = [name.removeprefix("reward/") for name in names]
-    columns = ["reward", *heads, "advantage", "tokens", "row", "prompt", "completion"]
-    return print_table(columns, [[*cells(each, names)] for each in chosen])
+    columns = ["times", "reward", *heads, "advantage", "tokens", "row", "prompt", "completion"]
+    shown = counted(rollouts)[: arguments.limit]
+    return print_table(columns, [[times, *cells(each, names)] for each, times in shown])
 
 
 def in_short(rollouts: Sequence[Rollout]) -> str:
@@ -60,6 +62,14 @@ def in_short(rollouts: Sequence[Rollout]) -> str:
     if truncated := sum(each["truncated"] for each in rollouts):
         parts.append(f"{truncated} cut off")
     return ", ".join(parts)
+
+
+def counted(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, int]]:
+    """What was said several times to the same prompt, and scored alike, is shown once."""
+    alike = [json.dumps([each[name] for name in ("row", "completion", "reward")]) for each in rollouts]
+    times = Counter(alike)
+    first = dict(zip(reversed(alike), reversed(rollouts), strict=True))
+    return [(first[key], count) for key, count in times.items()]
 
 
 def components_of(rollouts: Sequence[Rollout]) -> list[str]:
