@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class RolloutLog:
     def write(self, step: int, completions: Sequence[Said]) -> None:
         """Put down all completions that step `step` is made of, in place of what the log has of that step."""
         lines = [
-            json.dumps(json_safe({"step": step, "index": index} | asdict(said)), ensure_ascii=False) + "\n"
+            json.dumps(json_safe({"step": step, "index": index} | vars(said)), ensure_ascii=False) + "\n"
             for index, said in enumerate(completions)
             if is_chosen(self._seed, step, index, self._share)
         ]

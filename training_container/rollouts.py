@@ -263,7 +263,7 @@ def describe_rewards(run: Run, rollout: Rollout) -> dict[str, float]:
 
 def success_at(run: Run) -> float:
     """From which reward on a completion is right; an environment may give rewards where the spec names none."""
-    return run.spec.reward.success_at if run.spec.reward else RewardSpec.model_fields["success_at"].default
+    return float(run.spec.reward.success_at if run.spec.reward else RewardSpec.model_fields["success_at"].default)
 
 
 def describe_completions(rollout: Rollout) -> dict[str, float]:
@@ -292,7 +292,7 @@ def told(
         rows: of the data; a trajectory's `row` is an index into them.
         texts: prompt and completion of each trajectory, as a person reads them.
     """
-    if not run.engine.world.is_main:
+    if not run.engine.world.is_main or not log_share(run):
         return
     advantages_P_G = group_advantages(rewards_P_G(run, rollout), run.settings.advantage)
     each = zip(rollout.trajectories, texts(rollout.trajectories), advantages_P_G.flatten().tolist(), strict=True)
@@ -316,8 +316,11 @@ def told(
 
 
 def rollout_log(run: Run) -> RolloutLog:
-    share = run.spec.reward.log_share if run.spec.reward else RewardSpec.model_fields["log_share"].default
-    return RolloutLog(run.job.tree.checkpoints, seed=run.spec.seed, share=share)
+    return RolloutLog(run.job.tree.checkpoints, seed=run.spec.seed, share=log_share(run))
+
+
+def log_share(run: Run) -> float:
+    return float(run.spec.reward.log_share if run.spec.reward else RewardSpec.model_fields["log_share"].default)
 
 
 # --- updates -----------------------------------------------------------------------------------------------------------

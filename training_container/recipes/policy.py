@@ -101,11 +101,9 @@ def policy_update(
         rate = run.learning_rate(rates.learning_rate)
         max_grad_norm = settings.max_grad_norm or rates.max_grad_norm
         taken = engine.optim_step(rate, max_grad_norm, weight_decay=settings.weight_decay)
-    moved_on = run.state.update > 0 and not examples[0].old_logprobs
-    if moved_on or settings.top_p < 1.0:
-        metrics.pop(
-            "sampler_gap", None
-        )  # between two policies, or to a distribution that was cut: of no sampler's making
+    # Between two policies, or to a distribution that was cut, it would be of no sampler's making.
+    if settings.top_p < 1.0 or (run.state.update and not examples[0].old_logprobs):
+        metrics.pop("sampler_gap", None)
     run.meter.count(trained=sum(example.trained_tokens for example in examples))
     run.count_skipped(taken.applied, "the gradient of the policy loss")
     return metrics | {"grad_norm": taken.grad_norm, "learning_rate": rate}
