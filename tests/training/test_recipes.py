@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from training_container.engine.layouts import BY_NAME
+
 CASES = Path(__file__).parents[1] / "cases"
 GRPO = {"type": "grpo", "batch_size": 16, "group_size": 4, "max_completion_tokens": 6}
 Box, Rows = Callable[..., Any], Callable[..., Any]
@@ -135,7 +137,7 @@ def test_running_out_of_memory_is_said_as_memory(a_box: Box, rows: Rows, monkeyp
             "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
         )
 
-    monkeypatch.setattr("training_container.engine.layouts.plain.logprobs", too_much)
+    monkeypatch.setitem(BY_NAME, "plain", too_much)
     box = a_box(rows=rows(16))
     assert box.work() == 1
     assert box.failure["class"] == "memory"
