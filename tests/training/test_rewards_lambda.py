@@ -10,7 +10,7 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError, ReadTimeoutError
+from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
 from botocore.response import StreamingBody
 from botocore.stub import Stubber
 
@@ -166,6 +166,11 @@ def test_a_function_the_job_may_not_invoke_is_said_at_once() -> None:
     error: Any = {"Code": "AccessDeniedException", "Message": "not authorized to perform: lambda:InvokeFunction"}
     with pytest.raises(UserFailure, match=r"it cannot be invoked: .*not authorized to perform: lambda:InvokeFunction"):
         scores(Function(lambda event: ClientError({"Error": error}, "Invoke")), asked(1))
+
+
+def test_a_job_without_credentials_is_told_so_and_not_kept_waiting() -> None:
+    with pytest.raises(UserFailure, match="it cannot be invoked: Unable to locate credentials"):
+        scores(Function(lambda event: NoCredentialsError()), asked(1))
 
 
 def test_the_client_speaks_to_the_functions_region_and_asks_only_once(monkeypatch: pytest.MonkeyPatch) -> None:

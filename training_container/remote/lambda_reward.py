@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
 from ..failures import UserFailure
 from ..rewards.functions import as_number, is_number
@@ -109,8 +109,10 @@ def make_client(arn: str, time_limit_s: float) -> LambdaClient:
 
 
 def is_busy(error: ClientError | BotoCoreError) -> bool:
-    """Whether it may do later; what got no answer in time or no connection is one of them."""
-    return not isinstance(error, ClientError) or error.response["Error"]["Code"] in _BUSY
+    """Whether it may do later, as where no answer came in time, or no connection."""
+    if isinstance(error, ClientError):
+        return error.response["Error"]["Code"] in _BUSY
+    return isinstance(error, HTTPClientError | ConnectionError)
 
 
 # --- what is sent ------------------------------------------------------------------------------------------------------

@@ -86,22 +86,28 @@ class Web:
         ends_at_s = time.monotonic() + limit_s
         for wait_s in waits(tries):
             before()
-            left_s = max(0.001, ends_at_s - time.monotonic())
-            try:
-                response = self._pool.request(
-                    "POST", url, body=data, headers=head, timeout=urllib3.Timeout(total=left_s), redirect=False
-                )
-            except urllib3.exceptions.HTTPError as error:
-                came, asked_s = f"{type(error).__name__}: {error}", 0.0
-            else:
-                if response.status not in _BUSY:
-                    return answer_of(response)
-                came, asked_s = f"status {response.status}: {shown(response.data)}", seconds_asked(response.headers)
+            response, came, asked_s = self._try(url, data, head, max(0.001, ends_at_s - time.monotonic()))
+            if response is not None:
+                return answer_of(response)
             pause_s = max(wait_s or 0.0, asked_s)
             if wait_s is None or time.monotonic() + pause_s >= ends_at_s:
                 raise Unanswered(f"no answer within {limit_s:g} s; last {came}")
             self._wait(pause_s)
         raise AssertionError("the last wait is None")
+
+    def _try(
+        self, url: str, data: bytes, headers: Mapping[str, str], limit_s: float
+    ) -> tuple[urllib3.BaseHTTPResponse | None, str, float]:
+        """The response; or None, what came instead, and the seconds the server asks to wait."""
+        try:
+            response = self._pool.request(
+                "POST", url, body=data, headers=headers, timeout=urllib3.Timeout(total=limit_s), redirect=False
+            )
+        except urllib3.exceptions.HTTPError as error:
+            return None, f"{type(error).__name__}: {error}", 0.0
+        if response.status in _BUSY:
+            return None, f"status {response.status}: {shown(response.data)}", seconds_asked(response.headers)
+        return response, "", 0.0
 
     def close(self) -> None:
         self._pool.clear()
@@ -115,7 +121,7 @@ def waits(tries: int) -> Iterator[float | None]:
 
 
 def seconds_asked(headers: Mapping[str, str]) -> float:
-    """Retry-After in seconds; 0 where there is none, or a date, which nobody sends here."""
+    """Retry-After in seconds; 0 where there is none, or a date."""
     try:
         return max(0.0, float(headers.get("Retry-After", 0)))
     except ValueError:

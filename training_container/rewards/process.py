@@ -29,6 +29,8 @@ from .scores import TIMED_OUT, Answer, Answers, Question
 _LOAD_LIMIT_S = 300.0
 # After something timed out: what one completion may take, and how long to go on trying, as shares of the limit.
 _SINGLE_SHARE, _RETRY_SHARE = 0.25, 2.0
+# The order of sets must be the same after a restart.
+_OF_THE_PROCESS = {"PYTHONHASHSEED": "0"}
 # A function of one completion that takes longer than this for all of them gets further processes.
 _PAYS_FROM_S = 1.0
 
@@ -80,6 +82,8 @@ class FunctionReward:
         for process in self._processes:
             process.close()
         self._threads.shutdown()
+        for process in self._processes:
+            process.close()  # one that was started again meanwhile
 
 
 class _Process:
@@ -167,7 +171,7 @@ class _Process:
             self._process = subprocess.Popen(
                 [*command, self._entry, str(self._code), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": python_path()},
+                env=os.environ | _OF_THE_PROCESS | {"PYTHONPATH": python_path()},
                 cwd=self._code,  # where the user's relative paths lead; -P keeps its names from shadowing Python's own
                 start_new_session=True,
             )
