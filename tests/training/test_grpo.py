@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -388,3 +389,38 @@ def test_a_run_stopped_after_every_single_step_ends_with_the_same_bits_though_a_
     assert stopped.steps == calm.steps
     assert trace(stopped) == trace(calm)
     assert stopped.weights_sha256 == calm.weights_sha256
+
+
+KILLS_THE_WORKER_AT_CALL_2 = """
+import os, signal
+from pathlib import Path
+
+def score(completions, answer, **kw):
+    calls = Path(os.environ["MARKS"])
+    made = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(made))
+    if made == 2:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [sum(x == y for x, y in zip(c, a)) / len(a) - abs(len(c) - len(a)) / 9 for c, a in zip(completions, answer)]
+"""
+
+
+def test_a_worker_killed_in_its_second_rollout_goes_on_inside_the_first_to_the_same_bits(
+    a_box: Box, rows: Rows, tmp_path: Path
+) -> None:
+    """Step 3 of 4 of the first window was kept, with the rollout; the reward is not asked about it again."""
+    spec = {"checkpoint": {"every_steps": 3, "every_epoch": False, "keep": 9}}
+    calm, killed = (
+        a_box(name=name, algorithm=WINDOW, rows=rows(4), spec=spec, reward={"entry": "rewards:score"},
+              code={"rewards.py": KILLS_THE_WORKER_AT_CALL_2.replace("made == 2", f"made == {call}")})
+        for name, call in (("calm", 0), ("killed", 2))
+    )  # fmt: skip
+    for box in (calm, killed):
+        box.environment = {"MARKS": str(tmp_path / f"marks-{box.tree.root.name}")}
+    assert calm.work() == 0
+    done = killed.supervise()
+    assert done.returncode == 0, done.stderr
+    assert killed.steps == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+    assert (tmp_path / "marks-killed").read_text() == "3"  # two rollouts, and the one that was killed
+    assert trace(killed) == trace(calm)
+    assert killed.weights_sha256 == calm.weights_sha256
