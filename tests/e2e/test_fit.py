@@ -62,6 +62,19 @@ def test_the_commands_show_the_run_as_json(finished: Run, capsys: pytest.Capture
     assert Decimal(shown[f"cost {finished.run_id}"]["total_usd"]) == finished.cost().total_usd
 
 
+def test_what_the_model_said_is_shown_with_its_scores(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts = finished.rollouts()
+    assert [(each["step"], each["index"]) for each in rollouts] == [(4, index) for index in range(8)]
+    assert {each["row"].rpartition(":")[2] for each in finished.rollouts(1)} <= {str(line) for line in range(1, 9)}
+    best = [each["reward"] for each in finished.rollouts(order="best")]
+    assert best == sorted(best, reverse=True)
+    assert cli.main(["runs", "rollouts", finished.run_id, "--worst", "--limit", "2", "--stage", "local"]) == 0
+    summary, head, *lines = capsys.readouterr().out.splitlines()
+    assert summary.startswith("step 4: 8 completions, reward ")
+    assert head.split() == ["times", "reward", "advantage", "tokens", "row", "prompt", "completion"]
+    assert len(lines) <= 2
+
+
 def test_the_users_own_script_runs_as_it_is_on_a_model_beside_it(finished: Run, stage: Stage, tmp_path: Path) -> None:
     shutil.copy(CASES / "seed_script.py", tmp_path)
     finished.model.download(tmp_path / "model")
