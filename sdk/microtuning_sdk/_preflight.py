@@ -1,6 +1,6 @@
 """What would go wrong or waste money, said before a machine is paid for.
 
-    data.train  1,600 rows: prompts of 7 tokens (half are shorter), 7 at most; exact
+    data.train  1,600 rows: prompts of 7 tokens (median), 7 at most; exact
     reward      tried on 4 rows: 1.00 for the row's own answer, 0.00 for another's
     machine     ml.m5.large at 0.115 USD an hour, on-demand; about 1.6 GiB of 8 GiB
     time        roughly 1 min, 0.01 USD

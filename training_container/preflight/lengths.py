@@ -186,7 +186,7 @@ def about_limits(request: Request, field: str, lengths: list[Lengths], how: str,
     yield Finding(
         "ok",
         field,
-        f"{share}: {what} {statistics.median_low(size):,} tokens (half are shorter), {size[-1]:,} at most; {how}",
+        f"{share}: {what} {statistics.median_low(size):,} tokens (median), {size[-1]:,} at most; {how}",
     )
     yield from (_prompts_too_long if draws else _cut)(field, lengths, limit, how)
 
