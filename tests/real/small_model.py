@@ -123,15 +123,18 @@ def main() -> None:
     prepare()
     questions = ["What is the capital of France?", PICK, *(question_of(*pair) for pair in HELD_OUT)]
     before = ask(PREPARED, questions)
-    source, report = PREPARED, [row_of("plain transformers, before", before)]
+    tell("the model as it is", questions, before)
+    source, report = PREPARED, []
     with tempfile.TemporaryDirectory() as folder:
         for stage in stages():
             base, trained = source, run_stage(stage, Path(folder) / stage.name, source, report)
             source = trained / "merged"
-            report.append(row_of(f"plain transformers, after {stage.name}", ask(source, questions)))
-        last = ask(source, questions, base, trained)
+            last = ask(source, questions, base, trained)
+            tell(f"after {stage.name}", questions, last)
+    codes = {"job": "all", "seconds": sum(row["seconds"] for row in report), "measure": f"codes of {len(HELD_OUT)}"}
+    report.append(codes | {"before": right_codes(before), "after": right_codes(last)})
     show("test-real", report, model="SmolLM2-135M-Instruct", threads=1)
-    judge(before, last, report)
+    judge(before, last)
 
 
 def run_stage(stage: Stage, root: Path, source: Path, report: list[dict[str, Any]]) -> Path:
@@ -144,13 +147,11 @@ def run_stage(stage: Stage, root: Path, source: Path, report: list[dict[str, Any
         raise SystemExit(f"{stage.name} ended with {process.returncode}:\n{err[-3000:]}")
     before, after = (event[stage.metric] for event in box.of("eval"))
     (merge,) = (event["message"] for event in box.of("notice") if "merge" in event["message"])
-    report.append(
-        {"what": stage.name, "seconds": round(time.monotonic() - began_s), "measure": stage.metric,
-         "before": before, "after": after, "said": merge}
-    )  # fmt: skip
+    seconds = round(time.monotonic() - began_s)
+    report.append({"job": stage.name, "seconds": seconds, "measure": stage.metric, "before": before, "after": after})
+    print(f"{stage.name}: {merge}", flush=True)
     if (after > before) != stage.rises or not (box.tree.model / "merged").is_dir():
         raise SystemExit(f"{stage.name}: {stage.metric} went from {before:.3f} to {after:.3f}; {merge}")
-    print(report[-1], flush=True)
     return box.tree.model
 
 
@@ -191,14 +192,14 @@ def right_codes(found: dict[str, Any]) -> int:
     return sum(answer == code_of(*pair) for answer, pair in zip(found["answers"][2:], HELD_OUT, strict=True))
 
 
-def row_of(what: str, found: dict[str, Any]) -> dict[str, Any]:
-    capital, digit, first, *_ = found["answers"]
-    said = f"{capital!r}, {digit!r}, {first!r}"
-    measure = f"right codes of {len(HELD_OUT)} held out"
-    return {"what": what, "seconds": "", "measure": measure, "before": "", "after": right_codes(found), "said": said}
+def tell(what: str, questions: list[str], found: dict[str, Any]) -> None:
+    """The first answers, and how many codes are right, as a line each."""
+    print(f"{what}: {right_codes(found)} of {len(HELD_OUT)} held-out codes are right", flush=True)
+    for question, answer in list(zip(questions, found["answers"], strict=True))[:3]:
+        print(f"    {question} -> {answer!r}", flush=True)
 
 
-def judge(before: dict[str, Any], after: dict[str, Any], report: list[dict[str, Any]]) -> None:
+def judge(before: dict[str, Any], after: dict[str, Any]) -> None:
     """What must hold of the last model beside what each stage checked for itself."""
     difference = after["adapter_difference"]
     print(f"the last adapter on its base, loaded by peft: logits within {difference:.1e} of the merged model's")
