@@ -12,6 +12,16 @@ To add one: a function here with its numbers worked by hand in a test, then a re
 
 from .kl import kl
 from .policy import Objective, policy_loss
+from .preference import bradley_terry_loss, dpo_loss, kto_loss, orpo_loss
 from .supervised import cross_entropy
 
-__all__ = ["Objective", "cross_entropy", "kl", "policy_loss"]
+__all__ = [
+    "Objective",
+    "bradley_terry_loss",
+    "cross_entropy",
+    "dpo_loss",
+    "kl",
+    "kto_loss",
+    "orpo_loss",
+    "policy_loss",
+]

@@ -14,6 +14,10 @@ from types import ModuleType
 # By module name, so that a script run does not wait for torch.
 RECIPES = {
     "sft": "training_container.recipes.sft",
+    "dpo": "training_container.recipes.dpo",
+    "kto": "training_container.recipes.kto",
+    "orpo": "training_container.recipes.orpo",
+    "reward": "training_container.recipes.reward",
     "grpo": "training_container.recipes.grpo",
     "multi_turn": "training_container.recipes.multi_turn",
     "distillation": "training_container.recipes.distillation",
