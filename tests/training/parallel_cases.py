@@ -51,9 +51,9 @@ def policy(logprobs_N: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Ten
     return -(ratio_N * batch.advantages_N).sum() / batch.totals.tokens, {"ratio": ratio_N.sum() / batch.totals.tokens}
 
 
-def an_engine(kind: str, world: World, base: Path, head: str = "policy") -> Engine:
+def an_engine(kind: str, world: World, base: Path, head: str = "policy", *, recomputes: bool = False) -> Engine:
     """kind: full, lora, or sharded (full weights that are spread where there are several processes)."""
-    spec = a_spec(kind, world)
+    spec = a_spec(kind, world).model_copy(update={"gradient_checkpointing": recomputes})
     return Engine.build(
         spec, source=str(base), texts=["0123456789>"], seed=3, device=CPU, world=world, head=head  # type: ignore[arg-type]
     )  # fmt: skip
@@ -88,6 +88,8 @@ def cases(world: World, base: Path, out: Path) -> dict[str, Any]:
         engine.save_state(made(out / f"state {kind}", world))
         found[f"after {kind}"] = trained(engine, cross_entropy, ROWS)
     found["scores"] = trained(an_engine("full", world, base, "score"), preference, ROWS, whole_groups=True)
+    found["scores sharded"] = trained(an_engine("sharded", world, base, "score"), preference, ROWS, whole_groups=True)
+    found["recomputed"] = trained(an_engine("sharded", world, base, recomputes=True), cross_entropy, ROWS)
     found["accumulated"] = accumulated(an_engine("lora", world, base))
     return found
 

@@ -110,8 +110,8 @@ def test_two_processes_draw_the_very_completions_that_one_draws_and_learn_the_sa
     close(both.two[f"logprobs {kind}"], both.one[f"logprobs {kind}"])
 
 
-def test_a_score_model_trains_alike_and_two_calls_before_a_step_are_added_up_once(both: Both) -> None:
-    for name in ("scores", "accumulated"):
+def test_score_models_recomputing_and_two_calls_before_a_step_come_out_alike(both: Both) -> None:
+    for name in ("scores", "scores sharded", "recomputed", "accumulated"):
         close(both.two[name]["steps"], both.one[name]["steps"])
 
 
