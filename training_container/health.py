@@ -88,6 +88,8 @@ def watch(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
     state = run.state.health = _noted(run.state.health, metrics)
     found = {**metrics, **compared(state["first"], metrics)}
     smoothed = {name: _mean(values) for name, values in _recent(state, found).items() if len(values) == ROLLOUTS}
+    if run.settings.max_completion_tokens == 1:
+        smoothed.pop("frac_truncated", None)  # an answer of one token is whole without a token that ends it
     for sign in SIGNS:
         _judge(run, sign, smoothed)
     return found

@@ -16,6 +16,7 @@ from training_container.custom_code import checked
 from training_container.user_code import Refusal
 
 Box, Rows = Callable[..., Any], Callable[..., Any]
+DOCS = Path(__file__).parents[2] / "docs"
 SFT = {"type": "sft", "batch_size": 4}
 CUSTOM = {"type": "custom", "entry": "loop:train", "batch_size": 4}
 
@@ -54,6 +55,64 @@ def test_a_loss_of_another_form_is_refused_in_words(answer: Any, why: str) -> No
 def test_a_list_a_loss_of_shape_1_and_plain_numbers_as_metrics_are_taken() -> None:
     loss, metrics = checked([torch.ones(1, requires_grad=True), {"a": 2, "b": torch.tensor([3.0])}])
     assert (loss.shape, float(metrics["a"]), float(metrics["b"])) == ((), 2.0, 3.0)
+
+
+def examples_of(page: str) -> dict[str, str]:
+    """The Python blocks of a page, by the file name in their first line."""
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    return dict(blocks)
+
+
+SAME = """
+def same(logprobs, inputs):
+    assert inputs.target_N.shape == logprobs.shape
+    return -logprobs.sum() / inputs.totals.tokens, {"rows": inputs.label_B.numel() / inputs.totals.rows}
+"""
+
+
+def with_loss(a_box: Box, rows: Rows, source: str, entry: str = "losses:same", **changes: Any) -> Any:
+    return a_box(algorithm=SFT, rows=rows(16), code={"losses.py": source}, spec={"loss": {"entry": entry}}, **changes)
+
+
+def test_a_loss_that_is_the_recipes_own_gives_its_bits_and_its_metrics_are_reported(a_box: Box, rows: Rows) -> None:
+    box, same = with_loss(a_box, rows, SAME, name="mine"), a_box(name="sft", algorithm=SFT, rows=rows(16))
+    assert (box.work(), same.work()) == (0, 0)
+    assert box.weights_sha256 == same.weights_sha256
+    assert {event["rows"] for event in box.of("metrics")} == {1.0}
+
+
+def test_the_loss_of_the_docs_trains_and_evaluation_stays_the_recipes(a_box: Box, rows: Rows) -> None:
+    source = examples_of("custom.md")["losses.py"]
+    box = with_loss(a_box, rows, source, "losses:focal", eval_rows=rows(4, seed=1))
+    assert box.work() == 0
+    before, after = box.of("eval")
+    assert after["eval_loss"] < before["eval_loss"]
+    assert all(0 <= event["sure"] <= 1 for event in box.of("metrics"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "line"),
+    [
+        ("def same(logprobs, inputs):\n    raise ValueError('no')\n", "The loss losses:same: ValueError: no", 2),
+        ("\ndef same(logprobs, inputs):\n    return 1.0\n", "The loss losses:same returned a float; return a pair", 2),
+    ],
+)
+def test_what_a_loss_does_wrong_is_the_users_with_file_and_line(
+    a_box: Box, rows: Rows, source: str, message: str, line: int
+) -> None:
+    box = with_loss(a_box, rows, source)
+    assert box.work() == 1
+    assert (box.failure["class"], box.failure["line"]) == ("user", line)
+    assert box.failure["message"].startswith(message)
+    assert box.failure["file"] == str(box.tree.code / "losses.py")
+
+
+def test_a_loss_that_is_never_finite_ends_the_run_as_numerics(a_box: Box, rows: Rows) -> None:
+    nan = "def same(logprobs, inputs):\n    return logprobs.sum() * float('nan'), {}\n"
+    box = a_box(algorithm=SFT, rows=rows(32), code={"losses.py": nan}, spec={"loss": {"entry": "losses:same"}})
+    assert box.work() == 1
+    assert box.failure["class"] == "numerics"
+    assert len(box.steps) < 8
 
 
 # --- loops -----------------------------------------------------------------------------------------------------------
@@ -182,14 +241,6 @@ def test_a_full_disk_under_a_loop_is_the_machines(a_box: Box, rows: Rows, monkey
 
 
 # --- docs/custom.md --------------------------------------------------------------------------------------------------
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def examples_of(page: str) -> dict[str, str]:
-    """The Python blocks of a page, by the file name in their first line."""
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
-    return dict(blocks)
 
 
 def test_the_loop_of_the_docs_raises_its_reward(a_box: Box, rows: Rows) -> None:

@@ -44,6 +44,12 @@ def test_a_share_beyond_its_line_is_told_once_it_held_for_5_rollouts(name: str, 
     assert (run.events[0]["event"], run.events[0]["warning"]) == ("notice", name)
 
 
+def test_answers_of_one_token_have_no_room_for_an_end_and_are_not_called_cut() -> None:
+    run = a_run()
+    run.settings.max_completion_tokens = 1
+    assert feed(run, "frac_truncated", [1.0] * 20) == []
+
+
 def test_one_odd_rollout_says_nothing() -> None:
     assert feed(a_run(), "frac_truncated", [0.1] * 5 + [1.0] + [0.1] * 9) == []
 

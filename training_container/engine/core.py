@@ -135,14 +135,23 @@ class Engine:
     # --- primitives -----------------------------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, group_size: int = 1
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int = 1,
+        generator: torch.Generator | None = None,
     ) -> list[list[Completion]]:
-        """`group_size` completions of each prompt (token ids)."""
+        """`group_size` completions of each prompt (token ids).
+
+        generator: of the chance; the engine's own, which checkpoints keep, where not given.
+        """
         self.model.eval()
+        chance = generator or self._sampler_generator
         if self._sampler is not None:
-            return self._sample_beside(self._sampler, prompts, sampling, group_size)
+            return self._sample_beside(self._sampler, prompts, sampling, group_size, chance)
         # Drawn for all prompts on every process: what a completion becomes depends on nothing but its own numbers.
-        uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, self._sampler_generator)
+        uniforms_P_G_T = draw_uniforms(len(prompts), group_size, sampling, chance)
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
         with whole(self.model):
             self._ways = self._ways or sampling_ways(self.model, self.device)
@@ -158,13 +167,18 @@ class Engine:
         return self._everyones(mine, drawn)
 
     def _sample_beside(
-        self, sampler: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        group_size: int,
+        chance: torch.Generator,
     ) -> list[list[Completion]]:
         """The same by another program, which gets the weights first if they have changed."""
         if self._sampler_is_behind:
             sampler.take_weights(self.model)
             self._sampler_is_behind = False
-        seeds = torch.randint(2**31, (len(prompts),), generator=self._sampler_generator).tolist()
+        seeds = torch.randint(2**31, (len(prompts),), generator=chance).tolist()
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
         drawn = sampler.sample(
             [prompts[index] for index in mine],

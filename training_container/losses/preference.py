@@ -30,7 +30,7 @@ def dpo_loss(
         hinge     max(0, 1 - b h)                                       arXiv:2309.06657
         ipo       (h' - 1 / (2 b))^2                                    arXiv:2310.12036 eq. 17
 
-    h' has each answer's log-ratio divided by its number of tokens: the paper does not say so, its authors do (to TRL's), and
+    h' has each answer's log-ratio divided by its number of tokens: the paper does not say so, its authors do (to TRL's);
     without it the target would mean another thing for every length.
 
     Args:

@@ -14,8 +14,7 @@ sampling temperature, so where they agree there is nothing to learn at any.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,11 +53,20 @@ def train(engine: Engine, run: Run) -> None:
         state.eval_after = run.report_eval("after", evaluate(engine, run, teacher, held_out))
 
 
-def answers(engine: Engine, run: Run, prompts: Sequence[Prompt], rows: Sequence[int], group_size: int) -> Rollout:
+def answers(
+    engine: Engine,
+    run: Run,
+    prompts: Sequence[Prompt],
+    rows: Sequence[int],
+    group_size: int,
+    generator: torch.Generator | None = None,
+) -> Rollout:
     """The student's own completions of these prompts, which are those of `rows`."""
     sampling = Sampling(run.settings.max_completion_tokens, run.settings.temperature)
     with run.meter.phase("rollout"):
-        groups = engine.sample([prompt.tokens for prompt in prompts], sampling, group_size=group_size)
+        groups = engine.sample(
+            [prompt.tokens for prompt in prompts], sampling, group_size=group_size, generator=generator
+        )
     rollout = Rollout(
         [
             [trajectory_of(prompt, row, completion) for completion in group]
@@ -110,18 +118,9 @@ def reverse_kl(examples: Sequence[Example]) -> float:
 def evaluate(engine: Engine, run: Run, teacher: Frozen, prompts: Sequence[Prompt]) -> dict[str, float]:
     """`eval_loss`: the reverse divergence on held-out prompts, nats a token; drawn with the same numbers each time."""
     examples: list[Example] = []
-    with the_same_chance(engine, run.spec.seed):
-        for start in range(0, len(prompts), _EVAL_ROWS):
-            part = prompts[start : start + _EVAL_ROWS]
-            examples += graded(engine, run, teacher, answers(engine, run, part, range(start, start + len(part)), 1))
+    chance = torch.Generator().manual_seed(run.spec.seed)
+    for start in range(0, len(prompts), _EVAL_ROWS):
+        part = prompts[start : start + _EVAL_ROWS]
+        rollout = answers(engine, run, part, range(start, start + len(part)), 1, chance)
+        examples += graded(engine, run, teacher, rollout)
     return {"eval_loss": reverse_kl(examples)}
-
-
-@contextmanager
-def the_same_chance(engine: Engine, seed: int) -> Iterator[None]:
-    """Draws that begin at `seed`, and leave no trace in those that come after."""
-    kept, engine._sampler_generator = engine._sampler_generator, torch.Generator().manual_seed(seed)
-    try:
-        yield
-    finally:
-        engine._sampler_generator = kept

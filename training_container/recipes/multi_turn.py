@@ -68,7 +68,7 @@ def train(engine: Engine, run: Run) -> None:
             rollout = recall_or_draw(run, indices, scored_rollout)
             for _ in run.updates():
                 update = policy_update(engine, run, rollout, objective, loss=loss)
-                run.end_step({**rollout.metrics, **update}, tokens=rollout.sampled_tokens)
+                run.end_step({**rollout.metrics, **update}, tokens=rollout.sampled_tokens // updates)
                 give_up_if_constant(run, rollout)
         say_if_nothing_was_learned(run)
         if held_out:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from ..custom_code import chosen_loss
 from ..data import render_supervised
 from ..defaults import rates_for
 from ..engine import Engine, Example
+from ..losses import cross_entropy
 from ..run import Run
 from .supervised import supervised_step
 
@@ -14,7 +16,7 @@ from .supervised import supervised_step
 def train(engine: Engine, run: Run) -> None:
     """Cross entropy on completions, assistant turns or whole texts. No packing, no dropout; rate constant after warm-up."""
     settings, state = run.settings, run.state
-    rates = rates_for("sft", run.spec.model)
+    rates, loss = rates_for("sft", run.spec.model), chosen_loss(run, cross_entropy)
     train_rows = render_supervised(run.rows["train"], engine.tokenizer, settings.max_length)
     eval_rows = (
         render_supervised(run.rows["eval"], engine.tokenizer, settings.max_length) if run.rows.get("eval") else None
@@ -33,6 +35,7 @@ def train(engine: Engine, run: Run) -> None:
             rate=run.learning_rate(rates.learning_rate),
             max_grad_norm=settings.max_grad_norm or rates.max_grad_norm,
             weight_decay=settings.weight_decay,
+            loss=loss,
         )
         run.end_step(metrics, tokens=sum(example.trained_tokens for example in examples))
     if eval_rows:

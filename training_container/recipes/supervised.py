@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..data import render_supervised
 from ..defaults import WARM_START_MAX_GRAD_NORM, WARM_START_RAMP_STEPS
-from ..engine import Engine, Example
+from ..engine import Engine, Example, LossFn
 from ..losses import cross_entropy
 from ..run import Run
 
@@ -21,10 +21,11 @@ def supervised_step(
     rate: float,
     max_grad_norm: float,
     weight_decay: float = 0.0,
+    loss: LossFn = cross_entropy,
 ) -> dict[str, float]:
     """One optimizer step on these rows; gives loss and gradient norm."""
     with run.meter.phase("update"):
-        metrics = engine.forward_backward(examples, cross_entropy)
+        metrics = engine.forward_backward(examples, loss)
         taken = engine.optim_step(rate, max_grad_norm, weight_decay=weight_decay)
     run.meter.count(trained=sum(example.trained_tokens for example in examples))
     run.count_skipped(taken.applied, "the gradient of the supervised loss")
