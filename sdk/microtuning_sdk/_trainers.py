@@ -11,269 +11,40 @@ Settings are those of the spec (docs/sdk.md); one that no spec knows is refused 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from microtuning_core.domain.errors import InvalidData
-from microtuning_sdk._code import CodePackage, Piece, package_all, package_script
-from microtuning_sdk._connection import DEFAULT_TENANT, Stage, connect
-from microtuning_sdk._display import detached
-from microtuning_sdk._draft import Document, Draft, draft
-from microtuning_sdk._gym import DEFAULT_ROWS, gym_rows
-from microtuning_sdk._interrupts import one_interrupt
-from microtuning_sdk._preflight import preflight, shown
-from microtuning_sdk._rewards import TO_BE_PACKED, Reward, gym_task, reward_document
-from microtuning_sdk._run import Run
-from microtuning_sdk._submit import submit
+from microtuning_sdk._code import Piece, package_all, package_script
+from microtuning_sdk._fit import Trainer
+from microtuning_sdk._rewards import TO_BE_PACKED, Reward, reward_document
+from microtuning_sdk._settings import (
+    REWARD_FIELDS,
+    DistillationSettings,
+    DPOSettings,
+    KTOSettings,
+    ModelSettings,
+    ORPOSettings,
+    RewardSettings,
+    RLSettings,
+    RunSettings,
+    as_dict,
+    environment_document,
+    given_only,
+    own_loss,
+    spec_document,
+    stage_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from decimal import Decimal
     from pathlib import Path
 
-    from microtuning_core.domain.spec import RunSpec
-    from microtuning_sdk._inputs import Data
+    from microtuning_sdk._settings import Loss
 
-    Loss = Callable[..., Any] | str
     Rewards = Reward | list[Any] | tuple[Any, float] | Mapping[str, Any]
 
 
-class RunSettings(TypedDict, total=False):
-    """What every run may be given, whatever trains it."""
-
-    name: str
-    tenant: str
-    stage: Stage | str | None
-    seed: int
-    budget_usd: Decimal | float | str | None
-    compute: Mapping[str, Any]
-    checkpoint: Mapping[str, Any]
-    environment_variables: Mapping[str, str]
-
-
-class ModelSettings(RunSettings, total=False):
-    """How the model is trained: which of its weights, in which type, and at which rate."""
-
-    revision: str
-    adapter: Literal["lora", "qlora", "none"]
-    rank: int
-    alpha: float
-    dropout: float
-    target_modules: list[str]
-    dtype: Literal["auto", "float32", "bfloat16"]
-    merge: bool
-    gradient_checkpointing: bool
-    learning_rate: float
-    max_grad_norm: float
-    weight_decay: float
-    warmup_steps: int
-    max_length: int
-
-
-class DPOSettings(ModelSettings, total=False):
-    """Settings of direct preference optimisation."""
-
-    beta: float
-    label_smoothing: float
-    reference: Literal["auto", "adapter_off", "precomputed"]
-
-
-class KTOSettings(ModelSettings, total=False):
-    """Settings of Kahneman-Tversky optimisation."""
-
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
-    reference: Literal["auto", "adapter_off", "precomputed"]
-
-
-class ORPOSettings(ModelSettings, total=False):
-    """Settings of odds-ratio preference optimisation."""
-
-    beta: float
-
-
-class RewardSettings(ModelSettings, total=False):
-    """Settings of a reward model."""
-
-    center_coef: float
-
-
-class RLSettings(ModelSettings, total=False):
-    """Settings of policy optimisation, and of the reward."""
-
-    group_size: int
-    max_completion_tokens: int
-    temperature: float
-    top_p: float
-    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std"]
-    clip_low: float
-    clip_high: float
-    dro_beta: float
-    normalise: Literal["token", "sequence", "constant"]
-    kl_coef: float
-    kl_estimator: Literal["k1", "k2", "k3"]
-    mask_truncated: bool
-    overlong_penalty_tokens: int
-    sampling_rounds: int
-    minibatches: int
-    passes: int
-    sampler: Literal["auto", "engine", "vllm"]
-    off_policy_cap: float
-    warm_start: Mapping[str, Any]
-    max_constant_steps: int
-    reward_time_limit_s: float
-    success_at: float
-    log_share: float
-
-
-class DistillationSettings(ModelSettings, total=False):
-    """Settings of on-policy distillation."""
-
-    group_size: int
-    max_completion_tokens: int
-    temperature: float
-
-
-_RUN = frozenset({"name", "tenant", "seed", "budget_usd", "compute", "checkpoint", "environment_variables"})
-_MODEL = frozenset(
-    {
-        "revision",
-        "adapter",
-        "rank",
-        "alpha",
-        "dropout",
-        "target_modules",
-        "dtype",
-        "merge",
-        "gradient_checkpointing",
-    }
-)
-_REWARD = {"reward_time_limit_s": "time_limit_s", "success_at": "success_at", "log_share": "log_share"}
-_ENVIRONMENT = frozenset({"max_steps", "time_limit_s"})
-
-
-class _Trainer:
-    """What the trainers share: from settings to a draft, from a draft to a run."""
-
-    def __init__(self, base: Document, code: Callable[[], CodePackage] | None, stage: Stage | str | None) -> None:
-        self._base = base
-        self._code = code
-        self._stage = stage
-
-    def fit(
-        self,
-        train_data: Data | int | None = None,
-        eval_data: Data | int | None = None,
-        *,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        max_steps: int | None = None,
-        wait: bool = True,
-        logs: bool = True,
-        preflight: bool = True,
-    ) -> Run:
-        """Checks everything, uploads data and code, starts the run, and (with `wait`) shows it until it is over.
-
-        Args:
-            train_data: rows, a local file or folder, or an S3 address (a folder's ends in "/"). With a reward of
-                reasoning-gym also the number of rows to make, 1,000 by default.
-            eval_data: held-out rows, likewise; the model is evaluated on them before and after.
-            epochs: passes over the data.
-            batch_size: rows (RL: completions) an optimizer step.
-            max_steps: optimizer steps at most.
-            wait: return when the run is over; False returns at once (and then `logs` has no effect).
-            logs: show log lines and progress while waiting.
-            preflight: say beforehand what would go wrong or waste money (docs/sdk.md); the reward is tried on a few rows.
-
-        Returns:
-            The run. After Ctrl-C too: the run goes on, and a message says how to come back to it.
-
-        Raises:
-            InvalidSpec, InvalidData, InvalidCode, SubmitRefused: nothing was started; the message says what to correct.
-            RunFailed, RunStopped: the run ended like that while it was waited for.
-        """
-        stage = self._connected()
-        ready = self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps)
-        with one_interrupt():
-            if preflight:
-                _looked_at(ready)
-            started = submit(stage, ready, _say)
-            run = Run(started.run_id, stage)
-            if started.interrupted:
-                _say(detached(run.run_id))
-                return run
-            _say(f"run {run.run_id} is submitted")
-            if wait and run.wait(logs=logs).is_final:
-                run.raise_if_unsuccessful()
-            return run
-
-    def check(
-        self,
-        train_data: Data | int | None = None,
-        eval_data: Data | int | None = None,
-        *,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        max_steps: int | None = None,
-    ) -> RunSpec:
-        """What fit() would submit, checked in the same way; nothing is uploaded and nothing starts."""
-        return self._draft(self._connected(), train_data, eval_data, epochs, batch_size, max_steps).spec
-
-    def spec(
-        self,
-        train_data: Data | int | None = None,
-        eval_data: Data | int | None = None,
-        *,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        max_steps: int | None = None,
-    ) -> str:
-        """The same as the text of a spec file. Uploading it starts a run once its data and code are in the bucket."""
-        return self._draft(self._connected(), train_data, eval_data, epochs, batch_size, max_steps).text
-
-    def _connected(self) -> Stage:
-        return self._stage if isinstance(self._stage, Stage) else connect(self._stage)
-
-    def _draft(
-        self,
-        stage: Stage,
-        train_data: Data | int | None,
-        eval_data: Data | int | None,
-        epochs: int | None,
-        batch_size: int | None,
-        max_steps: int | None,
-    ) -> Draft:
-        length = _given({"epochs": epochs, "batch_size": batch_size, "max_train_steps": max_steps})
-        document = self._base | {
-            "algorithm": self._base["algorithm"] | length,
-            "data": _given({"train": self._train_rows(train_data), "eval": self._eval_rows(eval_data)}),
-        }
-        return draft(stage, document, code=self._code() if self._code else None)
-
-    def _train_rows(self, given: Data | int | None) -> Data | None:
-        """Rows as they were given, or made where a number of them was asked for."""
-        task = gym_task(self._base.get("reward", {}))
-        if task is not None and given is None:
-            given = DEFAULT_ROWS
-        return self._made(task, given, held_out=False) if isinstance(given, int) else given
-
-    def _eval_rows(self, given: Data | int | None) -> Data | None:
-        task = gym_task(self._base.get("reward", {}))
-        return self._made(task, given, held_out=True) if isinstance(given, int) else given
-
-    def _made(self, task: str | None, count: int, *, held_out: bool) -> Data:
-        if task is None or count < 1:
-            raise InvalidData(
-                f"{count} rows",
-                "rows are made only for a reward 'reasoning_gym:<task>', and at least one",
-                next_step="Give rows, a file or an S3 address.",
-            )
-        return gym_rows(task, count, seed=int(self._base.get("seed", 0)), held_out=held_out)
-
-
-class _Learner(_Trainer):
+class _Learner(Trainer):
     """A trainer of a recipe: a model, settings, and perhaps a loss of the user's own."""
 
     _algorithm: str
@@ -288,12 +59,12 @@ class _Learner(_Trainer):
         loss: Loss | None = None,
         algorithm: str | None = None,
     ) -> None:
-        stage = _stage_of(given)
-        base = _document(algorithm or self._algorithm, model_arch, model, given)
-        own_loss, base["algorithm"] = _loss(loss, base["algorithm"])
-        if own_loss:
+        stage = stage_of(given)
+        base = spec_document(algorithm or self._algorithm, model_arch, model, given)
+        loss_piece, base["algorithm"] = own_loss(loss, base["algorithm"])
+        if loss_piece:
             base["loss"] = {"entry": TO_BE_PACKED}
-        packed = {**(pieces or {}), **own_loss}
+        packed = {**(pieces or {}), **loss_piece}
         super().__init__(base, (lambda: package_all(packed)) if packed else None, stage)
 
 
@@ -327,7 +98,7 @@ class RLTrainer(_Learner):
         **settings: Unpack[RLSettings],
     ) -> None:
         given = dict(settings)
-        reward = {_REWARD[name]: given.pop(name) for name in _REWARD if name in given}
+        reward = {REWARD_FIELDS[name]: given.pop(name) for name in REWARD_FIELDS if name in given}
         pieces: dict[str, Piece] = {}
         if reward_func is not None:
             scored, pieces = reward_document(reward_func)
@@ -336,7 +107,9 @@ class RLTrainer(_Learner):
             pieces["environment.entry"] = Piece(environment, "environment")
         algorithm = "grpo" if environment is None else "multi_turn"
         super().__init__(model_arch, model, given, pieces, loss=loss, algorithm=algorithm)
-        self._base |= _given({"reward": reward or None, "environment": _environment(environment, env_config)})
+        self._base |= given_only(
+            {"reward": reward or None, "environment": environment_document(environment, env_config)}
+        )
 
 
 class SFTTrainer(_Learner):
@@ -467,7 +240,7 @@ class DistillationTrainer(_Learner):
         **settings: Unpack[DistillationSettings],
     ) -> None:
         super().__init__(model_arch, model, dict(settings), loss=loss)
-        self._base["algorithm"]["teacher"] = _given({"base": teacher, "revision": teacher_revision})
+        self._base["algorithm"]["teacher"] = given_only({"base": teacher, "revision": teacher_revision})
 
 
 class LoopTrainer(_Learner):
@@ -493,10 +266,10 @@ class LoopTrainer(_Learner):
     ) -> None:
         pieces = {"algorithm.entry": Piece(train, "loop", called_with=("engine", "run"))}
         super().__init__(model_arch, model, dict(settings), pieces)
-        self._base["algorithm"] |= {"entry": TO_BE_PACKED, "options": _plain(options or {})}
+        self._base["algorithm"] |= {"entry": TO_BE_PACKED, "options": as_dict(options or {})}
 
 
-class ScriptTrainer(_Trainer):
+class ScriptTrainer(Trainer):
     """The user's own training script, run as it is under SageMaker's container contract.
 
     Args:
@@ -518,69 +291,8 @@ class ScriptTrainer(_Trainer):
         **settings: Unpack[RunSettings],
     ) -> None:
         given: dict[str, Any] = dict(settings)
-        stage = _stage_of(given)
+        stage = stage_of(given)
         arch = model_arch if model_arch or model else "Transformer"
-        base = _document("script", arch, model, given)
-        base["algorithm"] |= {"entry": "script.py", "hyperparameters": _plain(hyperparameters or {})}
+        base = spec_document("script", arch, model, given)
+        base["algorithm"] |= {"entry": "script.py", "hyperparameters": as_dict(hyperparameters or {})}
         super().__init__(base, lambda: package_script(entry, source_dir), stage)
-
-
-def _stage_of(given: dict[str, Any]) -> Stage | str | None:
-    stage: Stage | str | None = given.pop("stage", None)
-    return stage
-
-
-def _document(algorithm: str, arch: str | None, model: str | Path | None, given: dict[str, Any]) -> Document:
-    """The spec of these settings, without data. What is neither the run's nor the model's is the algorithm's."""
-    run = {name: given[name] for name in _RUN & given.keys()}
-    about_model = {name: given[name] for name in _MODEL & given.keys()}
-    rest = {name: value for name, value in given.items() if name not in _RUN | _MODEL}
-    return {
-        "name": algorithm,
-        "tenant": DEFAULT_TENANT,
-        **run,
-        "model": _given({"arch": arch, "base": model}) | about_model,
-        "algorithm": {"type": algorithm, **rest},
-    }
-
-
-def _loss(loss: Loss | None, algorithm: Document) -> tuple[dict[str, Piece], Document]:
-    """A loss by its name is a setting of the algorithm; a function, or "module:name", is the user's own."""
-    if loss is None:
-        return {}, algorithm
-    if isinstance(loss, str) and ":" not in loss:
-        return {}, algorithm | {"loss": loss}
-    return {"loss.entry": Piece(loss, "loss", called_with=("logprobs", "inputs"))}, algorithm
-
-
-def _environment(environment: Any, config: Any) -> Any:
-    """The spec's environment: what it does not know itself are options of the user's class."""
-    if not isinstance(config, Mapping):
-        return config if environment is None or config is not None else {"entry": TO_BE_PACKED}
-    if environment is None:
-        return dict(config)
-    known = {name: config[name] for name in _ENVIRONMENT & config.keys()}
-    options = {name: value for name, value in config.items() if name not in _ENVIRONMENT and name != "options"}
-    options |= config.get("options") or {}
-    return {"entry": TO_BE_PACKED, **known, "options": options}
-
-
-def _looked_at(ready: Draft) -> None:
-    """Says what preflight found; an error of the user's own code is raised."""
-    found = preflight(ready)
-    for line in shown(found):
-        _say(line)
-    found.raise_if_broken()
-
-
-def _plain(value: Any) -> Any:
-    """A mapping of any kind as a dict; anything else is left for the spec's rules to refuse."""
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

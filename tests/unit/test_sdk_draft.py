@@ -33,11 +33,11 @@ from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk import RLTrainer, ScriptTrainer, SFTTrainer, Stage
 from microtuning_sdk._draft import draft
-from microtuning_sdk._trainers import (
-    _ENVIRONMENT,
-    _MODEL,
-    _REWARD,
-    _RUN,
+from microtuning_sdk._settings import (
+    ENVIRONMENT_FIELDS,
+    MODEL_FIELDS,
+    REWARD_FIELDS,
+    RUN_FIELDS,
     DPOSettings,
     KTOSettings,
     ModelSettings,
@@ -46,7 +46,7 @@ from microtuning_sdk._trainers import (
     RLSettings,
     RunSettings,
 )
-from microtuning_sdk._trainers import (
+from microtuning_sdk._settings import (
     DistillationSettings as DistillationKeywords,
 )
 from microtuning_sdk.cli._run import read_draft
@@ -347,10 +347,10 @@ def test_every_setting_of_the_spec_can_be_given_to_a_trainer() -> None:
     run_fields = set(RunSpec.model_fields) - {
         "schema_version", "model", "algorithm", "reward", "loss", "environment", "data", "code",
     }  # fmt: skip
-    assert set(RunSettings.__annotations__) - {"stage"} == run_fields == _RUN
-    assert set(ModelSpec.model_fields) - {"arch", "base"} == _MODEL
-    assert set(_REWARD.values()) == set(RewardSpec.model_fields) - {"entry", "parts", "judge"}
-    assert set(EnvironmentSpec.model_fields) - {"entry", "options"} == _ENVIRONMENT
+    assert set(RunSettings.__annotations__) - {"stage"} == run_fields == RUN_FIELDS
+    assert set(ModelSpec.model_fields) - {"arch", "base"} == MODEL_FIELDS
+    assert set(REWARD_FIELDS.values()) == set(RewardSpec.model_fields) - {"entry", "parts", "judge"}
+    assert set(EnvironmentSpec.model_fields) - {"entry", "options"} == ENVIRONMENT_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -367,5 +367,5 @@ def test_every_setting_of_the_spec_can_be_given_to_a_trainer() -> None:
 )
 def test_every_setting_of_an_algorithm_is_a_keyword_of_its_trainer(keywords: Any, settings: Any) -> None:
     named_elsewhere = {"type", "epochs", "batch_size", "max_train_steps", "loss", "teacher"}
-    own = set(keywords.__annotations__) - set(RunSettings.__annotations__) - _MODEL - set(_REWARD)
+    own = set(keywords.__annotations__) - set(RunSettings.__annotations__) - MODEL_FIELDS - set(REWARD_FIELDS)
     assert own == set(settings.model_fields) - named_elsewhere
