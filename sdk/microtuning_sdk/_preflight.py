@@ -33,6 +33,7 @@ from microtuning_core.domain.spec import POLICIES
 
 if TYPE_CHECKING:
     from microtuning_core.domain.datasets import Row
+    from microtuning_core.domain.spec import RunSpec
     from microtuning_sdk._draft import Draft
 
 MEASURED_ROWS = 2000
@@ -192,8 +193,9 @@ def _about_time(ready: Draft) -> Iterator[Finding]:
     work, machine = _work_of(ready), find(ready.plan.instance_type)
     if work is None or ready.request.model is None:
         return
-    seconds = training_s(ready.request.model, ready.request.adapter, machine, work)
-    cost = cost_usd(seconds, machine)
+    count = ready.plan.count
+    seconds = training_s(ready.request.model, ready.request.adapter, machine, work, count=count)
+    cost = cost_usd(seconds, machine, count=count)
     yield Finding(
         "ok", "time", f"{work.steps:,} steps, roughly {_shown_time(seconds)} and {cost:.2f} USD on AWS "
         "(a first guess; it may be a third of it, or three times as much)",
@@ -219,18 +221,23 @@ def _work_of(ready: Draft) -> Work | None:
     some = _spread(rows)
     tokens = min(sum(len(_mark(row)) for row in some) / len(some) / a_token, algorithm.max_length)
     if isinstance(algorithm, POLICIES) or algorithm.type == "distillation":
-        steps = steps_of(
-            len(rows),
-            algorithm.batch_size,
-            algorithm.epochs,
-            algorithm.max_train_steps,
-            group_size=algorithm.group_size,
-        )
-        turns = ready.spec.environment.max_steps
-        drawn = algorithm.max_completion_tokens * turns
-        return Work(steps=steps, tokens_a_step=algorithm.batch_size * (tokens + drawn / 2), drawn_positions=drawn)
+        return _work_of_drawing(ready.spec, algorithm, len(rows), tokens)
     steps = steps_of(len(rows), algorithm.batch_size, algorithm.epochs, algorithm.max_train_steps)
     return Work(steps=steps, tokens_a_step=algorithm.batch_size * tokens)
+
+
+def _work_of_drawing(spec: RunSpec, algorithm: Any, rows: int, prompt_tokens: float) -> Work:
+    """Half of what a completion may have is what it has."""
+    minibatches, passes = getattr(algorithm, "minibatches", 1), getattr(algorithm, "passes", 1)
+    groups = algorithm.batch_size // algorithm.group_size * minibatches
+    drawn = algorithm.max_completion_tokens * (spec.environment.max_steps if algorithm.type == "multi_turn" else 1)
+    return Work(
+        steps=steps_of(rows, groups, algorithm.epochs, algorithm.max_train_steps, updates=minibatches * passes),
+        tokens_a_step=algorithm.batch_size * (prompt_tokens + drawn / 2),
+        drawn_positions=drawn,
+        minibatches=minibatches,
+        passes=passes,
+    )
 
 
 def _shown_time(seconds: float) -> str:

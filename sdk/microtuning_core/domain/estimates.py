@@ -1,9 +1,10 @@
 """How long a run will take, roughly: within a factor of three or so, before anything has run.
 
-    seconds = steps x max(overhead, 6 x parameters x tokens of a step / speed), and drawing completions costs as much again
+    seconds = steps x max(overhead, 6 x parameters x tokens of a step / speed), and what drawing completions takes
 
 6 x parameters x tokens is the work of a forward and a backward pass (arXiv:2001.08361, section 2.1); with an adapter the
-weights get no gradient of their own, which saves a third. `speed` is what such runs reach of a machine, not its peak.
+weights get no gradient of their own, which saves a third. Completions cost a forward pass (2) where they are drawn, and a
+time of its own for each position. `speed` is what such runs reach of a machine, not its peak.
 """
 
 from __future__ import annotations
@@ -24,27 +25,34 @@ _START_S = 240  # until a machine of AWS has fetched the image and the data
 
 
 class Work(Value):
-    """What a run does: optimizer steps, tokens of one, and positions drawn one after the other before each."""
+    """What a run does: optimizer steps, tokens of one, and positions drawn one after the other for each rollout.
+
+    A rollout serves `minibatches` steps, and those `passes` times.
+    """
 
     steps: int
     tokens_a_step: float
     drawn_positions: int = 0
+    minibatches: int = 1
+    passes: int = 1
 
 
-def steps_of(rows: int, batch_size: int, epochs: int, max_steps: int | None, *, group_size: int = 1) -> int:
-    """Optimizer steps of a run over `rows`; a batch of completions holds batch_size / group_size rows."""
-    steps = epochs * ceil(rows * group_size / batch_size)
+def steps_of(rows: int, batch: int, epochs: int, max_steps: int | None, *, updates: int = 1) -> int:
+    """Optimizer steps of a run that takes `batch` rows at a time and makes `updates` steps of them."""
+    steps = epochs * ceil(rows / batch) * updates
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def training_s(model: ModelShape, adapter: str, machine: InstanceType, work: Work) -> float:
-    """Seconds of training, without the machine's start."""
+def training_s(model: ModelShape, adapter: str, machine: InstanceType, work: Work, *, count: int = 1) -> float:
+    """Seconds of training on `count` machines, without their start."""
     speed = _GPU_SPEED[machine.gpu_family or "T4"] * machine.gpus if machine.gpus else _VCPU_SPEED * machine.vcpus
     flops = (6 if adapter == "none" else 4) * model.parameters * work.tokens_a_step
+    drawing_s = 0.0
     if work.drawn_positions:
-        flops += 2 * model.parameters * work.tokens_a_step
-    drawing_s = work.drawn_positions * _TOKEN_OVERHEAD_S[machine.gpus > 0]
-    return work.steps * (max(_STEP_OVERHEAD_S, flops / speed) + drawing_s)
+        flops += 2 * model.parameters * work.tokens_a_step / work.passes
+        a_rollout_s = work.drawn_positions * _TOKEN_OVERHEAD_S[machine.gpus > 0]
+        drawing_s = a_rollout_s / (work.minibatches * work.passes)
+    return work.steps * (max(_STEP_OVERHEAD_S, flops / (speed * count)) + drawing_s)
 
 
 def billed_s(seconds: float) -> float:
@@ -52,5 +60,6 @@ def billed_s(seconds: float) -> float:
     return seconds + _START_S
 
 
-def cost_usd(seconds: float, machine: InstanceType) -> Decimal:
-    return Decimal(ceil(billed_s(seconds))) * machine.price_usd_per_hour / 3600
+def cost_usd(seconds: float, machine: InstanceType, *, count: int = 1) -> Decimal:
+    """Of `count` machines that train for so long, each at the on-demand price."""
+    return Decimal(ceil(billed_s(seconds)) * count) * machine.price_usd_per_hour / 3600
