@@ -109,7 +109,7 @@ def ours(
         until: ends the run, from the rewards of the steps so far.
     """
     as_the_worker_sets_torch()
-    job = a_job(work, folder, seed)
+    job = a_job(work, model, folder, seed)
     engine = Engine.build(work.model, source=str(model), texts=(), seed=seed, device=device())
     stir(engine.model)
     progress = ProgressWriter(
@@ -142,11 +142,13 @@ def as_the_worker_sets_torch() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def a_job(work: Work, folder: Path, seed: int) -> Job:
+def a_job(work: Work, model: Path, folder: Path, seed: int) -> Job:
     tree = MlTree(folder)
     tree.make_outputs()
     tree.checkpoints.mkdir(exist_ok=True)
     shutil.copy(bench_trl_rewards.__file__, tree.code)
+    tree.channel("model").parent.mkdir(parents=True, exist_ok=True)
+    tree.channel("model").symlink_to(model)  # dpo's reference is loaded from there
     spec = RunSpec(
         name="bench",
         model=work.model,

@@ -343,6 +343,27 @@ def test_a_micro_batch_holds_one_layout_and_no_more_tokens_logits_or_rows_than_a
             assert sum(len(unit.rows) for unit in part) <= (limits.rows or 99)
 
 
+def test_rows_of_unlike_lengths_part_where_their_padding_costs_more_than_another_call() -> None:
+    examples = [example for length in (100, 98, 50, 49, 10) for example in rows_of(None, 4, (length,))]
+    parts = {
+        padding: [
+            [row for unit in part for row in unit.rows]
+            for part in micro_batches(units(examples, limits=WIDE, costs=COSTS), Limits(4096, 2**28, padding=padding))
+        ]
+        for padding in (0, 2, 60, 1000)
+    }
+    assert parts[1000] == [[0, 1, 2, 3, 4]]
+    assert parts[60] == [[0, 1, 2], [3, 4]]
+    assert parts[2] == [[0, 1], [2, 3], [4]]
+    assert parts[0] == [[0], [1], [2], [3], [4]]
+
+
+def test_a_call_costs_a_small_model_more_tokens_than_a_large_one_and_a_gpu_more_than_a_cpu() -> None:
+    small, large = Costs(token=160e3, pair=384.0, layers=3), Costs(token=8.4e6, pair=4096.0, layers=8)
+    assert (small.call("cpu"), large.call("cpu")) == (64 + 187, 64 + 9)
+    assert small.call("cuda") > small.call("cpu")
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 

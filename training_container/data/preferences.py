@@ -57,7 +57,7 @@ def render_pairs(rows: Sequence[Row], tokenizer: Any, max_length: int) -> Pairs:
         InvalidData: no prompt leaves room for an answer.
     """
     whole = [_pair(row, index, tokenizer) for index, row in enumerate(rows)]
-    usable = [pair for pair in whole if _has_room(pair.chosen, max_length)]
+    usable = [pair for pair in whole if all(_has_room(example, max_length) for example in pair.examples)]
     _refuse_none(usable, rows, max_length)
     cut = sum(len(example.tokens) > max_length for pair in usable for example in pair.examples)
     pairs = [Pair(*(_cut(example, max_length) for example in pair.examples)) for pair in usable]
@@ -161,7 +161,8 @@ def _asked(asking: Example, answering: Example) -> Example:
 
 
 def _has_room(example: Example, max_length: int) -> bool:
-    return example.first_trained < max_length
+    """For the first token of an answer; one of which a chat template shows nothing has none."""
+    return example.first_trained < min(max_length, len(example.tokens))
 
 
 def _cut(example: Example, max_length: int) -> Example:

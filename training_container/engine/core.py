@@ -23,7 +23,7 @@ from .optimizer_state import load_optimizer_tensors, optimizer_tensors
 from .parallel import World
 from .probe import costs_of, sampling_ways, sharing_layouts, usable
 from .randomness import random_state, read_random_state, seed_everything, write_random_states
-from .rows import Costs, Limits, micro_batches, units
+from .rows import Limits, micro_batches, units
 from .sampler import Completion, Sampling, Ways, draw_uniforms, sample
 from .scores import row_scores
 from .sharding import whole, whole_state
@@ -67,7 +67,7 @@ class Engine:
         self._sampler_generator = torch.Generator().manual_seed(seed)
         self._trusted: tuple[str, ...] | None = None
         self._ways: Ways | None = None
-        self._costs = costs_of(model) if head == "policy" else Costs(token=1.0, pair=0.0)
+        self._costs = costs_of(model)
         self.stop_tokens = stop_token_ids(undressed(model), tokenizer)
         self.use_sampler(None)
         self.new_optimizer()
@@ -280,7 +280,7 @@ class Engine:
     def _cut(self, examples: Sequence[Example], *, whole_groups: bool = False) -> Iterable[tuple[str, list[int]]]:
         """This process's micro-batches: a layout, and indices of examples."""
         most = _MAX_TOKENS_CPU if self.device.type == "cpu" else _MAX_TOKENS
-        limits = Limits(most, self._max_trained, self.micro_batch_rows)
+        limits = Limits(most, self._max_trained, self.micro_batch_rows, self._costs.call(self.device.type))
         sharing = self._sharing() if any(example.group is not None for example in examples) else ()
         found = units(examples, limits=limits, costs=self._costs, sharing=sharing, whole_groups=whole_groups)
         mine = [found[index] for index in self.world.share([unit.tokens for unit in found])]

@@ -106,7 +106,7 @@ def costs_of(model: Any) -> Costs:
     weights = sum(weight.numel() for weight in model.parameters() if id(weight) not in embeddings)
     config = bare.config.get_text_config()
     layers, hidden = getattr(config, "num_hidden_layers", 1), getattr(config, "hidden_size", 0)
-    return Costs(token=float(weights), pair=2.0 * layers * hidden)
+    return Costs(token=float(weights), pair=2.0 * layers * hidden, layers=layers)
 
 
 def _learns_a_prompt(model: Any) -> bool:
