@@ -21,8 +21,8 @@ _COPY = 30.0
 _COPIED = 1 / 8
 
 
-# What a call costs before its first token: so many tokens, and so many multiplications a layer. Measured on a CPU (models of
-# 0.2, 1.6 and 8.4 million weights: 230, 90 and 65 tokens); of a GPU an estimate from 40 kernels a layer.
+# What a call costs before its first token: so many tokens, and so many multiplications a layer. Measured on a CPU (models
+# of 0.2, 1.6 and 8.4 million weights: 230, 90 and 65 tokens); of a GPU an estimate from 40 kernels a layer.
 _CALL = {"cpu": (64, 10e6), "cuda": (512, 2e10)}
 
 
