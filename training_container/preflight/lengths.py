@@ -1,4 +1,4 @@
-"""Rows in tokens: how long they are, what the limits cut off, and what a tokenizer or chat template would do to them.
+"""Rows in tokens: how long they are, and what the limits cut off.
 
 Counted exactly with a preset's characters or the model's own tokenizer; where that is not at hand, four characters count as
 a token, and every finding says that it is an estimate.
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from microtuning_core.domain.datasets import Row, common_beginning
+from microtuning_core.domain.datasets import Row
 
 from .findings import Finding, Request, read_rows
+from .parts import Part, parts_of
+from .templates import about_template, about_tokens
 
 _CHARACTERS_A_TOKEN = 4
 _TOKENS_A_MESSAGE = 4  # what a chat template puts around one
 # A whole rendering with a tokenizer of Python's own takes a millisecond.
 EXACT_ROWS = 2000
-
-Part = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,24 @@ class Exact:
     how = "exact"
 
     def __init__(self, tokenizer: Any) -> None:
-        from .. import data
+        from ..data import chat_text, encode
+        from ..data.tokens import answered_text
 
-        self.tokenizer, self._data = tokenizer, data
+        self.tokenizer = tokenizer
+        self._chat_text, self._encode, self._answered = chat_text, encode, answered_text
 
     def prompt(self, prompt: Part) -> int:
         if isinstance(prompt, str):
-            return len(self._data.encode(self.tokenizer, prompt)) if prompt else 0
-        return len(self._ids(self._data.chat_text(self.tokenizer, prompt, ask=True)))
+            return len(self._encode(self.tokenizer, prompt)) if prompt else 0
+        return len(self._ids(self._chat_text(self.tokenizer, prompt, ask=True)))
 
     def completion(self, prompt: Part, completion: Part) -> int:
         if isinstance(prompt, str) and isinstance(completion, str):
-            return len(self._ids(completion)) + 1
-        whole = self._data.chat_text(self.tokenizer, [*prompt, *completion], ask=False)
+            if not prompt:
+                return len(self._encode(self.tokenizer, completion)) + 1
+            whole_row = self._answered(prompt, completion, self.tokenizer)
+            return len(whole_row.tokens) - whole_row.first_trained
+        whole = self._chat_text(self.tokenizer, [*prompt, *completion], ask=False)
         return max(0, len(self._ids(whole)) - self.prompt(prompt))
 
     def _ids(self, text: str) -> list[int]:
@@ -118,27 +123,6 @@ def measure_for(request: Request) -> Measure:
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def parts_of(row: Row) -> tuple[Part, list[Part]] | None:
-    """`(prompt, completions)` of a row; None of one that only the user's own code understands."""
-    values, prompt = row.values, row.values.get("prompt")
-    match row.shape:
-        case "text":
-            return "", [values["text"]]
-        case "messages":
-            return values["messages"][:-1], [values["messages"][-1:]]
-        case "prompt" | "chat_prompt":
-            return values["prompt"], []
-        case "prompt_completion" | "chat_prompt_completion" | "labelled" | "chat_labelled":
-            return values["prompt"], [values["completion"]]
-        case "preference" | "chat_preference":
-            chosen, rejected = values["chosen"], values["rejected"]
-            if prompt is not None:
-                return prompt, [chosen, rejected]
-            shared = common_beginning(chosen, rejected)
-            return chosen[:shared], [chosen[shared:], rejected[shared:]]
-    return None
 
 
 def measured(rows: Sequence[Row], measure: Measure, *, prompts_alone: bool) -> list[Lengths]:
@@ -164,7 +148,10 @@ def about_lengths(folder: Path, request: Request) -> Iterator[Finding]:
     for field in request.rows:
         rows = read_rows(folder, request, field)
         if isinstance(measure, Exact):
-            yield from about_tokenizer(rows, measure.tokenizer, field)
+            broken = [*about_template(rows, measure.tokenizer, field)]
+            yield from [*broken, *about_tokens(rows, measure.tokenizer, field, kind)]
+            if any(each.level == "error" for each in broken):
+                continue  # such rows cannot be counted either
         draws = kind in ("grpo", "multi_turn", "distillation") and field != "algorithm.warm_start.data"
         lengths = measured(rows, measure, prompts_alone=draws)
         if lengths:
@@ -236,49 +223,3 @@ def _share(some: Sequence[Lengths], every: Sequence[Lengths]) -> str:
 
 def _where(lengths: Lengths) -> str:
     return f"{lengths.row.file}, line {lengths.row.line}, {lengths.longest:,} tokens"
-
-
-def about_tokenizer(rows: Sequence[Row], tokenizer: Any, field: str) -> Iterator[Finding]:
-    """What its template, padding and start token do to these rows."""
-    template = tokenizer.chat_template or ""
-    if any(row.is_chat for row in rows) and not template:
-        yield Finding(
-            "error", field, "the rows are messages, and the model's tokenizer has no chat template",
-            "Give prompt and completion as text, or a model with a chat template.",
-        )  # fmt: skip
-    several = [row for row in rows if row.shape == "messages" and _answers(row) > 1]
-    if several and template and "generation" not in template.replace("add_generation_prompt", ""):
-        yield Finding(
-            "warning", field,
-            f"{len(several):,} rows have several assistant turns, and the chat template does not mark what the assistant "
-            "says ({% generation %}), so only the last turn of each is learned",
-            "Give a tokenizer whose template has generation markers, or a row a turn.",
-        )  # fmt: skip
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
-        yield Finding(
-            "note",
-            field,
-            "the tokenizer pads with its end token; padding is masked by its place, so the end is learned",
-        )
-    if twice := [row for row in rows if _begins_twice(row, tokenizer)]:
-        yield Finding(
-            "warning", field,
-            f"{len(twice):,} rows begin with {tokenizer.bos_token!r}, which the tokenizer adds as well, so it comes twice "
-            f"(first: {twice[0].file}, line {twice[0].line})",
-            f"Take {tokenizer.bos_token!r} out of the text.",
-        )  # fmt: skip
-
-
-def _answers(row: Row) -> int:
-    return sum(message["role"] == "assistant" for message in row.values["messages"])
-
-
-def _begins_twice(row: Row, tokenizer: Any) -> bool:
-    parts = parts_of(row)
-    if not tokenizer.bos_token or parts is None or row.is_chat:
-        return False
-    prompt, completions = parts
-    text = prompt or (completions[0] if completions else "")
-    if not str(text).startswith(tokenizer.bos_token):
-        return False
-    return list(tokenizer(str(text))["input_ids"][:2]) == [tokenizer.bos_token_id] * 2
