@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import uuid
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from microtuning_core.domain.layout import checkpoints_prefix
 from microtuning_core.domain.quota import Limits
 from microtuning_core.domain.run import RunStatus
 from microtuning_local import cloud as local
+from microtuning_local.sagemaker.jobs import SPOT_BILLED_FRACTION
 
 if TYPE_CHECKING:
     from tests.integration.conftest import StageUnderTest
@@ -251,12 +253,15 @@ def test_max_runtime_stops_the_run_keeps_its_cost_and_frees_its_slot(stage: Stag
 def test_a_spot_machine_that_is_taken_back_is_a_recovery_of_the_same_attempt(stage: StageUnderTest) -> None:
     run_id = stage.submit("hang_until_restored", compute={"spot": True})
     job = stage.training(run_id).attempts[0].job_name
+    # Seconds are whole: of one of them nothing could be saved.
+    stage.until(lambda: (stage.job(job).training_s or 0) >= 2, "the job has not held its machine for over a second")
     local.reclaim(job)
     run = stage.ended_and_paid(run_id)
     assert (run.status, len(run.attempts), run.attempts[0].plan.spot) == ("completed", 1, True)
     (recovery,) = run.attempts[0].recoveries
     assert (recovery.cause, recovery.provision_ms is not None) == ("interrupted", True)
-    assert (run.attempts[0].billed_s or 0) < (run.attempts[0].training_s or 0)
+    billed_s, training_s = run.attempts[0].billed_s or 0, run.attempts[0].training_s or 0
+    assert billed_s == math.ceil(training_s * SPOT_BILLED_FRACTION) < training_s
 
 
 # -- cancel ------------------------------------------------------------------------------------------------------------
