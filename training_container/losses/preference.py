@@ -75,7 +75,7 @@ def kto_loss(
     ratio_B = batch.per_row(logprobs_N) - batch.per_row(batch.reference_logprobs_N.to(logprobs_N))
     is_good_B = batch.label_B > 0.5
     sign_B = torch.where(is_good_B, 1.0, -1.0)
-    weight_B = torch.where(is_good_B, *ratio_B.new_tensor([desirable_weight, undesirable_weight]))
+    weight_B = torch.where(is_good_B, ratio_B.new_tensor(desirable_weight), ratio_B.new_tensor(undesirable_weight))
     loss_B = weight_B * torch.sigmoid(-beta * sign_B * (ratio_B - kl))
     metrics = {"kl": torch.tensor(kl * batch.rows / batch.totals.rows)}
     for name, of_B, rows in (
