@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from microtuning_core.domain.errors import InvalidCode, RunFailed, RunStopped
+from microtuning_core.domain.errors import InvalidCode, RunFailed, RunStopped, RunWouldFail
 from microtuning_core.domain.layout import parse_s3_uri
 from microtuning_sdk import Run, ScriptTrainer, SFTTrainer, Stage, cli
 
@@ -24,6 +24,12 @@ def finished(stage: Stage) -> Run:
     warm = {"data": sort_rows(64, 1), "steps": 3, "batch_size": 8}
     trainer = an_rl_trainer(stage, name="sort digits", warm_start=warm)
     return trainer.fit(sort_rows(8), sort_rows(8, 2), epochs=1, batch_size=8)
+
+
+def everything_of(stage: Stage) -> tuple[list[str], set[str]]:
+    """Every object of the tenant's, and every run."""
+    keys = sorted(each.key for each in stage.objects.walk("tenants/default/"))
+    return keys, {run.run_id for run in stage.runs.list_runs("default")}
 
 
 def test_fit_trains_and_leaves_metrics_checkpoints_cost_and_a_model(finished: Run, tmp_path: Path) -> None:
@@ -98,12 +104,24 @@ def test_a_local_model_is_uploaded_once_and_gets_an_adapter(finished: Run, stage
     assert (run.model.download(tmp_path / "adapter") / "adapter_config.json").is_file()
 
 
-def test_a_reward_that_raises_fails_the_run_with_the_users_error_and_no_second_attempt(stage: Stage) -> None:
+def test_a_reward_that_raises_is_found_before_anything_is_uploaded_or_started(stage: Stage) -> None:
     def broken(completions: list[str]) -> list[float]:
         raise ValueError("the reward has no answer")
 
-    with pytest.raises(RunFailed, match="the reward has no answer") as failed:
+    before = everything_of(stage)
+    with pytest.raises(RunWouldFail, match="the reward has no answer"):
         an_rl_trainer(stage, reward_func=broken, name="broken reward").fit(sort_rows(8), batch_size=8)
+    assert everything_of(stage) == before
+
+
+def test_a_reward_that_raises_only_in_the_job_fails_the_run_as_its_users_with_no_second_attempt(stage: Stage) -> None:
+    def full(completions: list[str]) -> list[float]:
+        if len(completions) > 8:  # as many as preflight tries
+            raise ValueError("the reward has no answer")
+        return [float(len(text)) for text in completions]
+
+    with pytest.raises(RunFailed, match="the reward has no answer") as failed:
+        an_rl_trainer(stage, reward_func=full, name="breaking reward").fit(sort_rows(8), batch_size=16)
     run = Run(failed.value.run_id, stage)
     (attempt,) = run.view()["attempts"]
     assert (attempt["outcome"], attempt["failure_class"]) == ("failed", "user")
@@ -126,10 +144,10 @@ def test_nothing_is_uploaded_for_a_reward_that_cannot_travel(stage: Stage) -> No
     import threading
 
     lock = threading.Lock()
-    before = sorted(each.key for each in stage.objects.walk("tenants/default/"))
+    before = everything_of(stage)
     with pytest.raises(InvalidCode, match=r"captures 'lock', a _thread\.lock"):
         an_rl_trainer(stage, reward_func=lambda completions: [0.0 for _ in completions if lock]).fit(sort_rows(9))
-    assert sorted(each.key for each in stage.objects.walk("tenants/default/")) == before
+    assert everything_of(stage) == before
 
 
 def test_supervised_rows_from_a_foreign_bucket_are_copied_with_the_callers_rights(stage: Stage) -> None:

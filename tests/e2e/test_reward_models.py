@@ -1,0 +1,75 @@
+"""A reward model, from pairs to the reward of other runs: given as the finished Run, and named in a spec file."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from microtuning_sdk import RewardTrainer, Run, Stage, cli
+from microtuning_sdk._rewards import reward_model_of
+
+from .conftest import an_rl_trainer, share_in_place, sort_rows
+
+
+@pytest.fixture(scope="module")
+def taught(stage: Stage) -> Run:
+    """A reward model that has seen 32 pairs: digits in order, and the same turned round."""
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1]} for row in sort_rows(32)
+    ]
+    return RewardTrainer("Transformer", stage=stage, name="taste").fit(pairs, pairs[:8], batch_size=16)
+
+
+def test_a_finished_run_of_pairs_is_the_reward_of_the_next(
+    taught: Run, stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = an_rl_trainer(stage, reward_func=taught, name="by taste").fit(sort_rows(4), batch_size=8)
+    assert run.record.spec.reward is not None
+    assert run.record.spec.reward.entry == f"model:{reward_model_of(taught)}"
+    rollouts = run.rollouts()
+    scores = [each["reward"] for each in rollouts]
+    assert len(scores) == 8
+    assert all(math.isfinite(score) for score in scores)
+    # One number for the text that was said, and not the same for everything.
+    said = {(each["prompt"], re.sub("<(eos|pad|unk)>", "", each["completion"])) for each in rollouts}
+    assert len({round(score, 4) for score in scores}) == len(said) > 1
+    assert cli.main(["runs", "rollouts", run.run_id, "--best", "--stage", "local"]) == 0
+    summary, head, *lines = capsys.readouterr().out.splitlines()
+    assert summary.startswith("step 2: 8 completions, reward ")
+    assert head.split() == ["times", "reward", "advantage", "tokens", "row", "prompt", "completion"]
+    shown = [float(line.split()[1]) for line in lines]
+    assert shown == sorted(shown, reverse=True)
+    assert (shown[0], shown[-1]) == pytest.approx((max(scores), min(scores)), abs=1e-3)
+
+
+def test_a_spec_file_weighs_it_against_a_function(
+    taught: Run, stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_rewards.py").write_text(inspect.getsource(share_in_place))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{row["prompt"]}", "answer": "{row["answer"]}"}}\n' for row in sort_rows(4))
+    )
+    (tmp_path / "spec.yaml").write_text(
+        f"""\
+name: right and in good taste
+model: {{arch: Transformer}}
+algorithm: {{type: grpo, batch_size: 8, group_size: 4, max_completion_tokens: 4}}
+data: {{train: rows.jsonl}}
+reward:
+  parts:
+    right: {{entry: "my_rewards:share_in_place"}}
+    taste: {{entry: "model:{reward_model_of(taught)}", weight: 0.5}}
+"""
+    )
+    assert cli.main(["run", str(tmp_path / "spec.yaml"), "--stage", "local"]) == 0
+    run = Run(capsys.readouterr().out.strip(), stage)
+    for each in run.rollouts():
+        parts = each["components"]
+        assert each["reward"] == pytest.approx(parts["right"] + 0.5 * parts["taste"])
+    assert cli.main(["runs", "rollouts", run.run_id, "--stage", "local"]) == 0
+    head = capsys.readouterr().out.splitlines()[1]
+    assert head.split()[:4] == ["times", "reward", "right", "taste"]
