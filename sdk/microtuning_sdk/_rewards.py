@@ -4,7 +4,7 @@ exact                                        {"entry": "code:function"}, and the
 "reasoning_gym:leg_counting"                 {"entry": "reasoning_gym:leg_counting"}
 [exact, (short, 0.1)]                        {"parts": {"exact": {…}, "short": {…, "weight": 0.1}}}
 {"right": exact, "held_out": (judge, 0)}     the same under names of one's own; a weight of 0 only observes
-a Run of RewardTrainer                       {"entry": "model:s3://…/checkpoints/l01/step-500/model/"}
+a Run of RewardTrainer                       {"entry": "model:s3://…/checkpoints/l01/step-500/model/"}, and its "base"
 """
 
 from __future__ import annotations
@@ -125,12 +125,20 @@ def _part(reward: Any) -> tuple[Document, Piece | None]:
         settings = {name: value for name, value in asdict(reward).items() if value is not None}
         return {"entry": "judge", "judge": settings}, None
     if isinstance(reward, Run):
-        return {"entry": f"model:{reward_model_of(reward)}"}, None
+        entry, base = f"model:{reward_model_of(reward)}", _base_of(reward)
+        return {"entry": entry, "base": base} if base else {"entry": entry}, None
     if isinstance(reward, str) and not is_code(reward):
         return {"entry": reward}, None
     if isinstance(reward, Sequence) and not isinstance(reward, str):
         raise InvalidCode(repr(reward), "it is neither a reward nor a pair of a reward and its weight")
     return {"entry": TO_BE_PACKED}, Piece(reward, "reward")
+
+
+def _base_of(run: Run) -> str | None:
+    """The model in S3 that the run's adapter belongs to; one of the hub is named in the adapter's own file."""
+    model = run.record.spec.model
+    is_adapter = model.effective_adapter != "none"
+    return model.base if is_adapter and model.base and model.base.startswith("s3://") else None
 
 
 def reward_model_of(run: Run) -> str:

@@ -14,14 +14,17 @@ from microtuning_sdk._rewards import reward_model_of
 
 from .conftest import an_rl_trainer, share_in_place, sort_rows
 
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1]}
+    for row in sort_rows(40)
+    if row["answer"] != row["answer"][::-1]
+][:32]
+
 
 @pytest.fixture(scope="module")
 def taught(stage: Stage) -> Run:
     """A reward model that has seen 32 pairs: digits in order, and the same turned round."""
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1]} for row in sort_rows(32)
-    ]
-    return RewardTrainer("Transformer", stage=stage, name="taste").fit(pairs, pairs[:8], batch_size=16)
+    return RewardTrainer("Transformer", stage=stage, name="taste").fit(PAIRS, batch_size=16)
 
 
 def test_a_finished_run_of_pairs_is_the_reward_of_the_next(
@@ -44,6 +47,15 @@ def test_a_finished_run_of_pairs_is_the_reward_of_the_next(
     shown = [float(line.split()[1]) for line in lines]
     assert shown == sorted(shown, reverse=True)
     assert (shown[0], shown[-1]) == pytest.approx((max(scores), min(scores)), abs=1e-3)
+
+
+def test_an_adapter_on_a_model_of_ones_own_is_a_reward_with_its_base(taught: Run, stage: Stage, tmp_path: Path) -> None:
+    folder = taught.model.download(tmp_path / "model")
+    adapted = RewardTrainer(model=folder, rank=2, stage=stage, name="adapted taste").fit(PAIRS[:16], batch_size=16)
+    run = an_rl_trainer(stage, reward_func=[(adapted, 2.0)], name="by adapted taste").fit(sort_rows(2), batch_size=8)
+    (part,) = run.record.spec.reward.named_parts.values()  # type: ignore[union-attr]
+    assert part.base == adapted.record.spec.model.base
+    assert all(each["reward"] == 2.0 * each["components"]["model"] for each in run.rollouts())
 
 
 def test_a_spec_file_weighs_it_against_a_function(

@@ -106,8 +106,39 @@ def test_an_adapter_scores_on_the_base_model_it_names_and_not_on_a_path_that_is_
     (answer,) = ModelReward(tmp_path / "adapted").score(Question(["q"], ["a"], [[7]], {}), step=1).each
     assert answer.value == pytest.approx(wanted, abs=1e-6)
     assert wanted != pytest.approx(alone(folder, "q", "a"), abs=1e-3)
-    with pytest.raises(UserFailure, match=r"adapter on a base model that has no name .*model.merge: true"):
+    with pytest.raises(UserFailure, match=r"its base model was a folder of the machine .*`base`.*model.merge: true"):
         ModelReward(tmp_path / "lost")
+    (answer,) = ModelReward(tmp_path / "lost", base=folder).score(Question(["q"], ["a"], [[7]], {}), step=1).each
+    assert answer.value == pytest.approx(wanted, abs=1e-6)
+
+
+def test_an_adapter_on_a_model_in_s3_scores_on_the_folder_of_its_channel_and_says_what_is_missing(
+    a_reward_model: Any, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from training_container.engine.export import name_base
+
+    base, place = a_reward_model("reward_base_reward"), tmp_path / "reward_model_reward"
+    torch.manual_seed(1)
+    whole = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(whole, LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False)).eval()
+    adapted.save_pretrained(place, save_embedding_layers=False)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.save_pretrained(place)
+    name_base(place, "s3://bucket/models/base/0a1b/", None)
+    tokens = render_row(Row({"prompt": "q", "completion": "a"}, "f", 1), tokenizer).tokens
+    with torch.no_grad():
+        wanted = float(adapted(torch.tensor([tokens])).logits[0, 0])
+    question, entry = Question(["q"], ["a"], [[7]], {}), "model:s3://bucket/m/"
+    found = score(question, tmp_path, entry=entry, base="s3://bucket/models/base/0a1b/")
+    assert found.values == pytest.approx([wanted], abs=1e-6)
+    with pytest.raises(UserFailure, match=r"its base model was s3://bucket/models/base/0a1b/.*`base`"):
+        score(question, tmp_path, entry=entry)
+    (base / "config.json").unlink()
+    with pytest.raises(UserFailure, match=r"base model s3://bucket/models/base/0a1b/ cannot be loaded"):
+        score(question, tmp_path, entry=entry, base="s3://bucket/models/base/0a1b/")
 
 
 def test_an_archive_and_a_merged_model_are_found_and_an_empty_folder_is_not(

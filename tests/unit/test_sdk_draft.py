@@ -349,7 +349,7 @@ def test_every_setting_of_the_spec_can_be_given_to_a_trainer() -> None:
     }  # fmt: skip
     assert set(RunSettings.__annotations__) - {"stage"} == run_fields == RUN_FIELDS
     assert set(ModelSpec.model_fields) - {"arch", "base"} == MODEL_FIELDS
-    assert set(REWARD_FIELDS.values()) == set(RewardSpec.model_fields) - {"entry", "parts", "judge"}
+    assert set(REWARD_FIELDS.values()) == set(RewardSpec.model_fields) - {"entry", "base", "parts", "judge"}
     assert set(EnvironmentSpec.model_fields) - {"entry", "options"} == ENVIRONMENT_FIELDS
 
 

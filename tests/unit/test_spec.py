@@ -14,6 +14,7 @@ from microtuning_core.domain.algorithms import ALGORITHMS
 from microtuning_core.domain.errors import InvalidSpec
 from microtuning_core.domain.spec import RunSpec, foreign_locations, locations
 from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.usecases.plan import frozen_sources
 
 CASES = Path(__file__).parents[1] / "cases"
 DATA = "s3://bucket/tenants/default/datasets/x/train.jsonl"
@@ -62,6 +63,23 @@ def test_a_reward_model_and_a_teacher_are_among_what_the_job_reads():
     assert ("reward.parts.good.entry", model) in locations(parse_spec(a_document(reward={"parts": parts})))
     distilled = a_document(algorithm={"type": "distillation", "teacher": {"base": teacher}}, reward=None)
     assert ("algorithm.teacher.base", teacher) in locations(parse_spec(distilled))
+
+
+def test_the_base_of_a_reward_models_adapter_is_read_by_the_job_and_gives_the_size():
+    model, base = f"{DATA[:-11]}m/", f"{DATA[:-11]}b/"
+    alone = parse_spec(a_document(reward={"entry": f"model:{model}", "base": base}))
+    assert {("reward.entry", model), ("reward.base", base)} <= set(locations(alone))
+    parts = {"good": {"entry": f"model:{model}", "base": base}, "whole": {"entry": f"model:{model}w/"}}
+    several = parse_spec(a_document(reward={"parts": parts}))
+    assert ("reward.parts.good.base", base) in locations(several)
+    assert frozen_sources(several) == [base, f"{model}w/"]
+
+
+def test_a_base_without_a_reward_model_and_settings_beside_parts_are_refused():
+    with pytest.raises(InvalidSpec, match="`base` is of a reward model's adapter"):
+        parse_spec(a_document(reward={"entry": "rewards:exact", "base": f"{DATA[:-11]}b/"}))
+    with pytest.raises(InvalidSpec, match="belong to a part"):
+        parse_spec(a_document(reward={"parts": {"a": {"entry": "rewards:exact"}}, "base": f"{DATA[:-11]}b/"}))
 
 
 def test_every_problem_is_reported_by_field_and_by_the_nearest_line():

@@ -95,6 +95,13 @@ def test_the_channels_are_what_the_spec_names_and_the_config_of_this_attempt():
     ]
 
 
+def test_a_reward_model_and_the_base_of_its_adapter_have_a_channel_a_part():
+    parts = {"taste": {"entry": f"model:{OWN}/m/", "base": f"{OWN}/b/"}}
+    rewarded = run(spec=spec(algorithm={"type": "grpo"}, reward={"parts": parts}))
+    found = {name: str(uri) for name, uri in channels(rewarded, attempt(), NAMES.bucket)}
+    assert (found["reward_model_taste"], found["reward_base_taste"]) == (f"{OWN}/m/", f"{OWN}/b/")
+
+
 def test_a_later_lineage_reads_the_checkpoint_it_started_from():
     started = run(resume_from=CheckpointRef(lineage=2, step=40))
     found = {name: str(uri) for name, uri in channels(started, attempt(), NAMES.bucket)}

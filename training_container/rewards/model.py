@@ -36,13 +36,15 @@ class ModelReward:
 
     Args:
         folder: a model as the recipe `reward` leaves it, or its model.tar.gz.
+        base: folder of the model that an adapter belongs to; without it the adapter's own file names one of the hub.
     """
 
-    def __init__(self, folder: Path, *, device: Any = "cpu") -> None:
+    def __init__(self, folder: Path, *, base: Path | None = None, device: Any = "cpu") -> None:
         place = unpacked(folder)
         self._device = torch.device(device)
         self._tokenizer = AutoTokenizer.from_pretrained(place)
-        model = load_adapted(place, self._tokenizer) if (place / ADAPTER_FILE).is_file() else load_whole(str(place))
+        is_adapter = (place / ADAPTER_FILE).is_file()
+        model = load_adapted(place, self._tokenizer, base) if is_adapter else load_whole(str(place))
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
         # Threads of torch are a thread's own setting, and sums depend on their number.
@@ -88,21 +90,29 @@ def load_whole(source: str, **options: Any) -> Any:
     )
 
 
-def load_adapted(place: Path, tokenizer: Any) -> Any:
-    """An adapter with its score head on the base model that its own file names.
+def load_adapted(place: Path, tokenizer: Any, base: Path | None) -> Any:
+    """An adapter with its score head on its base model: the given folder, or the model of the hub that its file names.
 
     Raises:
-        UserFailure: it names a path, which was one of the machine it was trained on.
+        UserFailure: the base model is not given, and its name is none of the hub's; or it cannot be loaded.
     """
     config = json.loads((place / ADAPTER_FILE).read_text("utf-8"))
-    base = str(config["base_model_name_or_path"])
-    if Path(base).is_absolute():
+    named = str(config["base_model_name_or_path"])
+    if base is None and (Path(named).is_absolute() or named.startswith("s3://")):
+        where = named if named.startswith("s3://") else "a folder of the machine that trained it"
         raise UserFailure(
-            "The reward model is an adapter on a base model that has no name to find it by. Train it with model.merge: "
-            "true and name its folder `merged`."
+            f"The reward model is an adapter, and its base model was {where}. Name that model's folder in S3 as `base` "
+            "beside the reward's entry, or train with model.merge: true and name the model.tar.gz."
         )
-    options = {"revision": config.get("revision") or "main", "pad_token_id": tokenizer.pad_token_id}
-    return PeftModel.from_pretrained(load_whole(base, **options), place)
+    options: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id}
+    if base is None:
+        options["revision"] = config.get("revision") or "main"
+    try:
+        whole = load_whole(str(base or named), **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserFailure(f"The reward model's base model {named} cannot be loaded: {reason}") from error
+    return PeftModel.from_pretrained(whole, place)
 
 
 def unpacked(folder: Path) -> Path:

@@ -117,11 +117,12 @@ def open_part(name: str, part: RewardPart, around: Surroundings) -> Reward:
 
         return LambdaReward(entry, time_limit_s=limit_s)
     if entry.startswith("model:"):
-        from microtuning_core.domain.spec import reward_model_channel
+        from microtuning_core.domain.spec import reward_base_channel, reward_model_channel
 
         from .model import ModelReward
 
-        return ModelReward(around.model_channel(reward_model_channel(name)), device=around.device)
+        base = around.model_channel(reward_base_channel(name)) if part.base else None
+        return ModelReward(around.model_channel(reward_model_channel(name)), base=base, device=around.device)
     if part.judge is not None:
         from .judge import FOLDER, JudgeReward
 

@@ -256,9 +256,13 @@ PartName = Annotated[str, Field(pattern=r"^[A-Za-z]\w{0,39}$")]
 
 
 class RewardPart(Value):
-    """One of several rewards. A weight of 0 only observes: a held-out reward."""
+    """One of several rewards. A weight of 0 only observes: a held-out reward.
+
+    base: what a reward model's adapter belongs to, where that is a folder in S3.
+    """
 
     entry: str = Field(pattern=REWARD_ENTRY)
+    base: S3Location | None = None
     weight: float = Field(1.0, allow_inf_nan=False)
     judge: JudgeSpec | None = None
 
@@ -268,10 +272,11 @@ class RewardSpec(Value):
 
     entry: "module:name" of `f(prompts, completions, completion_ids, **columns) -> list[float | None]` or of a function of
     one completion; "reasoning_gym:<task>"; the ARN of a Lambda function; an http(s) address; "judge"; "model:s3://…/" of
-    a reward model.
+    a reward model, with its `base` where it is an adapter on a model in S3.
     """
 
     entry: str | None = Field(None, pattern=REWARD_ENTRY)
+    base: S3Location | None = None
     parts: dict[PartName, RewardPart] = {}
     judge: JudgeSpec | None = None
     time_limit_s: float = Field(60, gt=0, le=3600, description="seconds one call may take")
@@ -285,6 +290,10 @@ class RewardSpec(Value):
         for name, part in self.named_parts.items():
             if (part.entry == "judge") != (part.judge is not None):
                 raise ValueError(f"{name}: the entry `judge` and the settings `judge` go together")
+            if part.base and not part.entry.startswith("model:"):
+                raise ValueError(f"{name}: `base` is of a reward model's adapter, and {part.entry} is none")
+        if self.parts and (self.judge or self.base):
+            raise ValueError("`judge` and `base` belong to a part, each to its own")
         return self
 
     @property
@@ -292,7 +301,7 @@ class RewardSpec(Value):
         """Every part by name; a single reward is the part "reward"."""
         if self.entry is None:
             return self.parts
-        return {"reward": RewardPart(entry=self.entry, judge=self.judge)}
+        return {"reward": RewardPart(entry=self.entry, base=self.base, judge=self.judge)}
 
 
 class LossSpec(Value):

@@ -181,8 +181,22 @@ def reward_model_channel(part: str) -> str:
 def _reward_model_locations(spec: RunSpec) -> list[tuple[str, str]]:
     single = spec.reward is not None and spec.reward.entry is not None
     return [
-        ("reward.entry" if single else f"reward.parts.{name}.entry", uri) for name, uri in reward_models(spec).items()
+def reward_bases(spec: RunSpec) -> dict[str, str]:
+    """`part -> s3 uri` of every model that a reward model's adapter belongs to."""
+    parts = spec.reward.named_parts if spec.reward else {}
+    return {name: part.base for name, part in parts.items() if part.base}
+
+
+def reward_base_channel(part: str) -> str:
+    """Where the container finds what that part's adapter belongs to."""
+    return f"reward_base_{part}"
+
+
+        (f"reward.{field}" if single else f"reward.parts.{name}.{field}", uri)
+        for field, uris in found
+        for name, uri in uris.items()
     ]
+    found = [("entry", reward_models(spec)), ("base", reward_bases(spec))]
 
 
 def foreign_locations(spec: RunSpec, bucket: str) -> list[Problem]:

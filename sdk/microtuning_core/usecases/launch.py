@@ -20,7 +20,15 @@ from microtuning_core.domain.layout import (
 )
 from microtuning_core.domain.run import Attempt, Run
 from microtuning_core.domain.settle import WaitingState
-from microtuning_core.domain.spec import RunSpec, reward_model_channel, reward_models, teacher_uri, warm_data
+from microtuning_core.domain.spec import (
+    RunSpec,
+    reward_base_channel,
+    reward_bases,
+    reward_model_channel,
+    reward_models,
+    teacher_uri,
+    warm_data,
+)
 from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_core.usecases.settle import deliver, settle
 
@@ -142,6 +150,7 @@ def channels(run: Run, attempt: Attempt, bucket: str) -> list[tuple[str, S3Uri]]
         "model": spec.model.base if (spec.model.base or "").startswith("s3://") else None,
         "resume": _resume_uri(run, bucket),
         **{reward_model_channel(name): uri for name, uri in reward_models(spec).items()},
+        **{reward_base_channel(name): uri for name, uri in reward_bases(spec).items()},
     }
     return [(name, _split(uri)) for name, uri in uris.items() if uri]
 

@@ -23,7 +23,7 @@ from microtuning_core.domain.planning import (
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
-from microtuning_core.domain.spec import POLICIES, RunSpec, reward_models
+from microtuning_core.domain.spec import POLICIES, RunSpec, reward_bases, reward_models
 from microtuning_core.domain.spec_checks import dump_spec
 from microtuning_core.usecases.services import Services
 
@@ -102,9 +102,9 @@ def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal
 
 
 def frozen_sources(spec: RunSpec) -> list[str]:
-    """Where the models are from that only answer: the teacher, and the reward models."""
+    """Where the models are from that only answer: the teacher, and the reward models; of an adapter, its base."""
     teacher = [spec.algorithm.teacher.base] if spec.algorithm.type == "distillation" else []
-    return [*teacher, *reward_models(spec).values()]
+    return [*teacher, *(reward_models(spec) | reward_bases(spec)).values()]
 
 
 def request_for(
