@@ -178,9 +178,6 @@ def reward_model_channel(part: str) -> str:
     return f"reward_model_{part}"
 
 
-def _reward_model_locations(spec: RunSpec) -> list[tuple[str, str]]:
-    single = spec.reward is not None and spec.reward.entry is not None
-    return [
 def reward_bases(spec: RunSpec) -> dict[str, str]:
     """`part -> s3 uri` of every model that a reward model's adapter belongs to."""
     parts = spec.reward.named_parts if spec.reward else {}
@@ -192,11 +189,14 @@ def reward_base_channel(part: str) -> str:
     return f"reward_base_{part}"
 
 
+def _reward_model_locations(spec: RunSpec) -> list[tuple[str, str]]:
+    single = spec.reward is not None and spec.reward.entry is not None
+    found = [("entry", reward_models(spec)), ("base", reward_bases(spec))]
+    return [
         (f"reward.{field}" if single else f"reward.parts.{name}.{field}", uri)
         for field, uris in found
         for name, uri in uris.items()
     ]
-    found = [("entry", reward_models(spec)), ("base", reward_bases(spec))]
 
 
 def foreign_locations(spec: RunSpec, bucket: str) -> list[Problem]:
