@@ -58,7 +58,7 @@ def test_an_adapter_on_a_model_of_ones_own_is_a_reward_with_its_base(taught: Run
     assert all(each["reward"] == 2.0 * each["components"]["model"] for each in run.rollouts())
 
 
-def test_a_spec_file_weighs_it_against_a_function(
+def test_a_spec_file_names_its_archive_and_weighs_it_against_a_function(
     taught: Run, stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_rewards.py").write_text(inspect.getsource(share_in_place))
@@ -74,7 +74,7 @@ data: {{train: rows.jsonl}}
 reward:
   parts:
     right: {{entry: "my_rewards:share_in_place"}}
-    taste: {{entry: "model:{reward_model_of(taught)}", weight: 0.5}}
+    taste: {{entry: "model:{taught.model.uri}", weight: 0.5}}
 """
     )
     assert cli.main(["run", str(tmp_path / "spec.yaml"), "--stage", "local"]) == 0
