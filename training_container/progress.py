@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,8 @@ from .metrics import finite_only
 from .paths import write_durably
 
 Phase = Literal["load", "rollout", "reward", "update", "checkpoint"]
+# A reward has its own limits, and a disk is as slow as it is.
+_LIMITED = ("reward", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -34,21 +36,27 @@ class RestartClock:
     detect_ms: int
     decide_ms: int
     forked_at_s: float  # time.monotonic()
+    halvings: int = 0  # of the micro-batches, where memory ran out
 
 
 @dataclass
 class Meter:
-    """Time by phase (seconds), tokens by kind, and the longest step of this attempt."""
+    """Time by phase (seconds), tokens by kind, and the longest step of this attempt.
+
+    resting: around phases that have a time limit of their own, so that nobody misses a sign of life.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     longest_step_s: float = 0.0
+    resting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         started_s = time.monotonic()
         try:
-            yield
+            with self.resting() if name in _LIMITED else nullcontext():
+                yield
         finally:
             self.add_seconds(name, time.monotonic() - started_s)
 

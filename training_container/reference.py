@@ -100,6 +100,7 @@ class Frozen:
             flat = plain.logprobs(self.model, taken, device=self._engine.device, temperature=temperature).tolist()
             for index, example in zip(part, taken, strict=True):
                 found[index], flat = flat[: example.trained_tokens], flat[example.trained_tokens :]
+            self._engine.beat()
         everyones = {index: values for part in world.gather(found) for index, values in part.items()}
         return [everyones[index] for index in range(len(examples))]
 

@@ -169,6 +169,7 @@ class Run:
         """Report the step whose rows `steps` gave last. `tokens` sampled or trained in it make tokens_per_s."""
         seconds = time.monotonic() - self._step_began_at_s
         self.meter.longest_step_s = max(self.meter.longest_step_s, seconds)
+        self.engine.beat()
         self.state.step += 1
         reported = {**metrics, "tokens_per_s": tokens / max(seconds, 1e-9)}
         if self.engine.world.size > 1:

@@ -24,6 +24,7 @@ from .engine.parallel import World, join
 from .engine.precision import choose_precision
 from .engine.vllm_sampler import choose_sampler
 from .failures import UserFailure, classify, write_failure
+from .heartbeat import Heartbeat
 from .job import Job
 from .metrics import EventLog
 from .progress import ProgressWriter, RestartClock
@@ -48,7 +49,14 @@ class StopFlag:
         self.asked = True
 
 
-def work(job: Job, *, started_at_s: float, restart: RestartClock | None, stop: StopFlag) -> int:
+def work(
+    job: Job,
+    *,
+    started_at_s: float,
+    restart: RestartClock | None,
+    stop: StopFlag,
+    heartbeat: Heartbeat | None = None,
+) -> int:
     """Train to the end; the exit status of the process. Every failure is written to the failure file.
 
     Of several processes (torchrun's variables say so) each comes here, and the first that fails writes the file: what the
@@ -57,6 +65,7 @@ def work(job: Job, *, started_at_s: float, restart: RestartClock | None, stop: S
     Args:
         started_at_s: time.monotonic() when the attempt began (or this worker, after a restart): all until the first step
             counts as load.
+        heartbeat: who watches for a sign of life, if anybody does.
         restart: what the supervisor knows of the restart, if this is one.
     """
     is_main = os.environ.get("RANK", "0") == "0"
@@ -65,6 +74,7 @@ def work(job: Job, *, started_at_s: float, restart: RestartClock | None, stop: S
     try:
         world = prepare_torch(job)
         run = begin(job, log, world, started_at_s=started_at_s, restart=restart, stop=stop)
+        give_signs_of_life(run, heartbeat)
         train(run)
         world.leave()
         return 0
@@ -115,7 +125,7 @@ def begin(
     checkpoint = world.once(lambda: find_checkpoint(job, log))
     if checkpoint:
         check_same_batch(job, checkpoint)
-    engine = make_engine(job, rows, checkpoint, world)
+    engine = make_engine(job, rows, checkpoint, world, restart)
     say_what_differs(log, job, engine, checkpoint)
     refuse_unrenderable(job, rows, engine)
     state = LoopState.load(checkpoint.folder / LOOP) if checkpoint else LoopState()
@@ -179,7 +189,22 @@ def say_what_differs(log: EventLog, job: Job, engine: Engine, checkpoint: Checkp
         log.emit("notice", message=message)
 
 
-def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | None, world: World) -> Engine:
+def give_signs_of_life(run: Run, heartbeat: Heartbeat | None) -> None:
+    """From here on: up to now it was loading."""
+    if heartbeat is None:
+        return
+    heartbeat.beat()
+    run.engine.beat = heartbeat.beat
+    run.meter.resting = heartbeat.resting
+
+
+def make_engine(
+    job: Job,
+    rows: dict[str, list[Row]],
+    checkpoint: Checkpoint | None,
+    world: World,
+    restart: RestartClock | None = None,
+) -> Engine:
     channel = job.tree.channel("model")
     source = str(channel) if channel.is_dir() else job.base_model
     head: Head = "score" if job.algorithm.type == "reward" else "policy"
@@ -192,6 +217,7 @@ def make_engine(job: Job, rows: dict[str, list[Row]], checkpoint: Checkpoint | N
             spec, source=source, texts=texts, seed=job.spec.seed, device=device, head=head, world=world
         )
     engine.micro_batch_rows = job.plan.micro_batch_size
+    engine.halvings = restart.halvings if restart else 0
     engine.use_sampler(choose_sampler(getattr(job.algorithm, "sampler", "engine"), spec, source, device))
     return engine
 

@@ -18,8 +18,12 @@ BUILD = Path(__file__).parents[2] / "build"
 
 
 def show(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> Path:
-    """Prints the rows (all with the same columns) and writes build/<name>.json with the machine they were measured on."""
-    table = Table(title=f"{name}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
+    """Prints the rows (all with the same columns) and writes build/<name>.json with the machine they were measured on.
+
+    facts: go into the file, and above the table where they are single values.
+    """
+    single = (f"{key} {value}" for key, value in facts.items() if not isinstance(value, list | dict))
+    table = Table(title=f"{name}: " + ", ".join(single))
     for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:

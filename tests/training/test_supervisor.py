@@ -17,6 +17,7 @@ from training_container.metrics import EventLog
 from training_container.supervisor import WARM_IMPORTS
 
 ROOT = Path(__file__).parents[2]
+SFT = {"type": "sft", "batch_size": 4, "learning_rate": 1e-3}
 Box, Rows = Callable[..., Any], Callable[..., Any]
 
 
@@ -61,6 +62,81 @@ def test_a_stop_before_the_first_worker_ends_at_once_with_143(a_box: Box) -> Non
 def handles_sigterm(pid: int) -> bool:
     caught = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
     return bool(caught and int(caught.group(1), 16) >> (signal.SIGTERM - 1) & 1)
+
+
+# --- in place --------------------------------------------------------------------------------------------------------
+
+# At its 6th call the loss sleeps for ever, the first time it gets there.
+HANGS_ONCE = """
+import os, time
+from pathlib import Path
+
+def loss(logprobs, inputs):
+    mark = Path(os.environ["MARKS"])
+    with mark.open("a") as calls:
+        calls.write("x")
+    if mark.stat().st_size == int(os.environ["HANG_AT"]):
+        time.sleep(600)
+    return -logprobs.sum() / inputs.totals.tokens, {}
+"""
+
+
+def test_a_worker_without_a_sign_of_life_says_where_it_is_and_is_started_again_to_the_same_bits(
+    a_box: Box, rows: Rows, tmp_path: Path
+) -> None:
+    calm, hung = (
+        a_box(
+            name=name, algorithm=SFT | {"epochs": 2}, rows=rows(16), code={"losses.py": HANGS_ONCE},
+            spec={"loss": {"entry": "losses:loss"}, "compute": {"hung_after_s": 1}, "checkpoint": {"every_steps": 2}},
+        )
+        for name in ("calm", "hung")
+    )  # fmt: skip
+    done = calm.supervise(MARKS=str(tmp_path / "calm-calls"), HANG_AT="0")
+    assert done.returncode == 0, done.stderr
+    done = hung.supervise(MARKS=str(tmp_path / "hung-calls"), HANG_AT="6")
+    assert done.returncode == 0, done.stderr
+    assert 'losses.py", line 10 in loss' in done.stderr
+    assert hung.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert hung.weights_sha256 == calm.weights_sha256
+    (restart,) = hung.progress["restarts"]
+    assert restart["cause"].startswith("hung (no sign of life for ")
+    assert restart["detect_ms"] >= 1000
+
+
+# Rows that are too many at once, on a machine that is too small.
+RUNS_OUT = """
+import os, torch
+from pathlib import Path
+
+def loss(logprobs, inputs):
+    rows = inputs.label_B.numel()
+    with Path(os.environ["MARKS"]).open("a") as calls:
+        calls.write(f"{rows} ")
+    if rows > int(os.environ["MOST"]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return -logprobs.sum() / inputs.totals.tokens, {}
+"""
+
+
+def test_memory_that_ran_out_is_met_by_smaller_micro_batches_in_place(a_box: Box, rows: Rows, tmp_path: Path) -> None:
+    box = a_box(
+        algorithm=SFT, rows=rows(16), code={"losses.py": RUNS_OUT}, spec={"loss": {"entry": "losses:loss"}},
+        plan={"micro_batch_size": 4},
+    )  # fmt: skip
+    done = box.supervise(MARKS=str(tmp_path / "calls"), MOST="1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calls").read_text().split() == ["4", "2", *["1"] * 16]
+    assert box.steps == [1, 2, 3, 4]
+    causes = [restart["cause"] for restart in box.progress["restarts"]]
+    assert causes == [f"out of memory (micro-batches are cut to 1/{part})" for part in (2, 4)]
+
+
+def test_memory_that_runs_out_with_an_eighth_too_ends_the_job_as_memory(a_box: Box, rows: Rows, tmp_path: Path) -> None:
+    box = a_box(algorithm=SFT, rows=rows(16), code={"losses.py": RUNS_OUT}, spec={"loss": {"entry": "losses:loss"}})
+    done = box.supervise(MARKS=str(tmp_path / "calls"), MOST="0")
+    assert done.returncode == 1
+    assert box.failure["class"] == "memory"
+    assert box.failure["message"].endswith("2.00 GiB, also with micro-batches an eighth as large.")
 
 
 # User code that starts processes meant to stay, in each of the ways there are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,10 @@ WEIGHTS, OPTIMIZER = "model", "optimizer.safetensors"
 _MAX_LOGITS, _MAX_TOKENS, _MAX_TOKENS_CPU = 2**28, 16_384, 4_096
 
 
+def _nothing() -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True)
 class OptimStep:
     """Result of `optim_step`: the gradient's norm before clipping, and whether the weights moved."""
@@ -63,6 +67,8 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.world = world or World()
         self.micro_batch_rows: int | None = None
+        self.halvings = 0  # of micro-batches and of what is drawn at once, after memory ran out
+        self.beat: Callable[[], None] = _nothing  # called between pieces of work
         self._spec, self._source, self._head = spec, source, head
         self._sampler_generator = torch.Generator().manual_seed(seed)
         self._trusted: tuple[str, ...] | None = None
@@ -155,16 +161,26 @@ class Engine:
         mine = self.world.share([len(prompt) + sampling.max_new_tokens for prompt in prompts])
         with whole(self.model):
             self._ways = self._ways or sampling_ways(self.model, self.device)
-            drawn = sample(
-                self.model,
-                [prompts[index] for index in mine],
-                sampling,
-                group_size=group_size,
-                stop_tokens=self.stop_tokens,
-                uniforms_P_G_T=uniforms_P_G_T[mine],
-                ways=self._ways,
-            )
+            drawn = [
+                group
+                for part in self._drawn_at_once(mine)
+                for group in sample(
+                    self.model,
+                    [prompts[index] for index in part],
+                    sampling,
+                    group_size=group_size,
+                    stop_tokens=self.stop_tokens,
+                    uniforms_P_G_T=uniforms_P_G_T[part],
+                    ways=self._ways,
+                    beat=self.beat,
+                )
+            ]
         return self._everyones(mine, drawn)
+
+    def _drawn_at_once(self, indices: list[int]) -> list[list[int]]:
+        """All prompts together, or in as many parts as memory that ran out has taught."""
+        size = max(1, -(-len(indices) // 2**self.halvings))
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
 
     def _sample_beside(
         self,
@@ -204,6 +220,7 @@ class Engine:
             for layout, part in self._cut(examples):
                 taken = [examples[index] for index in part]
                 flat = self._outputs(taken, temperature, layout).tolist()
+                self.beat()
                 indices += part
                 for example in taken:
                     count = 1 if self._head == "score" else example.trained_tokens
@@ -234,6 +251,7 @@ class Engine:
             taken = [examples[index] for index in part]
             loss, metrics = loss_fn(self._outputs(taken, temperature, layout), micro_batch(taken, totals, self.device))
             loss.backward()  # type: ignore[no-untyped-call]
+            self.beat()
             for name, value in {"loss": loss, **metrics}.items():
                 share = torch.as_tensor(value, dtype=torch.float32).detach()
                 sums[name] = sums[name] + share if name in sums else share
@@ -280,7 +298,13 @@ class Engine:
     def _cut(self, examples: Sequence[Example], *, whole_groups: bool = False) -> Iterable[tuple[str, list[int]]]:
         """This process's micro-batches: a layout, and indices of examples."""
         most = _MAX_TOKENS_CPU if self.device.type == "cpu" else _MAX_TOKENS
-        limits = Limits(most, self._max_trained, self.micro_batch_rows, self._costs.call(self.device.type))
+        part = 2**self.halvings
+        limits = Limits(
+            max(1, most // part),
+            max(1, self._max_trained // part),
+            max(1, self.micro_batch_rows // part) if self.micro_batch_rows else None,
+            self._costs.call(self.device.type),
+        )
         sharing = self._sharing() if any(example.group is not None for example in examples) else ()
         found = units(examples, limits=limits, costs=self._costs, sharing=sharing, whole_groups=whole_groups)
         mine = [found[index] for index in self.world.share([unit.tokens for unit in found])]

@@ -7,7 +7,7 @@ its architecture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,7 @@ def sample(
     stop_tokens: Sequence[int],
     uniforms_P_G_T: Tensor,
     ways: Ways = Ways(),
+    beat: Callable[[], None] = lambda: None,
 ) -> list[list[Completion]]:
     """`group_size` completions of each prompt.
 
@@ -79,11 +80,12 @@ def sample(
         uniforms_P_G_T: from `draw_uniforms`, the only source of chance: a completion depends on its own numbers alone,
             not on which others are drawn with it.
         ways: what this model allows.
+        beat: called for each token.
     """
     if not prompts:
         return []
     if not ways.padded and len({len(prompt) for prompt in prompts}) > 1:
-        return _by_length(model, prompts, sampling, group_size, stop_tokens, uniforms_P_G_T, ways)
+        return _by_length(model, prompts, sampling, group_size, stop_tokens, uniforms_P_G_T, ways, beat)
     device = next(model.parameters()).device
     uniforms_R_T = uniforms_P_G_T.flatten(0, 1).to(device)
     stops = torch.tensor(list(stop_tokens), device=device)
@@ -91,6 +93,7 @@ def sample(
     rows = _Rows(len(prompts) * group_size, sampling.max_new_tokens, device)
 
     for step in range(sampling.max_new_tokens):
+        beat()
         uniform_K = uniforms_R_T[rows.row_K, step] if uniforms_R_T.numel() else None
         token_K, logprob_K = draw(logits_K_V, sampling, uniform_K)
         rows.record(step, token_K, logprob_K, ends_K=torch.isin(token_K, stops))
@@ -113,6 +116,7 @@ def _by_length(
     stop_tokens: Sequence[int],
     uniforms_P_G_T: Tensor,
     ways: Ways,
+    beat: Callable[[], None],
 ) -> list[list[Completion]]:
     """Prompts of one length at a time, for a model that padding would change."""
     found: dict[int, list[Completion]] = {}
@@ -126,6 +130,7 @@ def _by_length(
             stop_tokens=stop_tokens,
             uniforms_P_G_T=uniforms_P_G_T[alike],
             ways=replace(ways, padded=True),
+            beat=beat,
         )
         found |= dict(zip(alike, drawn, strict=True))
     return [found[index] for index in range(len(prompts))]

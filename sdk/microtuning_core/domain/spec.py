@@ -90,6 +90,9 @@ class ComputeSpec(Value):
     )
     spot: Literal["auto"] | bool = "auto"
     recovery: Literal["fast", "cheap"] = "cheap"
+    hung_after_s: int | None = Field(
+        None, ge=1, description="silence after which a worker counts as hung; by default 600, of a custom loop 3600"
+    )
     deadline_s: int = Field(86_400, ge=600, description="how long a run may wait for capacity, in all")
     max_runtime_s: int = Field(86_400, ge=300, le=2_419_200, description="SageMaker's limit is 28 days")
     fallbacks: tuple[str, ...] = ()
