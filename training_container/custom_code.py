@@ -25,7 +25,7 @@ from .engine import Engine, LossFn, Metrics, MicroBatch
 from .failures import JobFailure, PlatformFailure, UserFailure, is_out_of_memory
 from .run import Run, Stopped
 from .texts import text_of, traceback_of
-from .user_code import Refusal, is_ours, load_entry, user_frame
+from .user_code import PICKLED, Refusal, is_ours, load_entry, named, user_frame
 
 Loop = Callable[[Engine, Run], Any]
 
@@ -44,7 +44,7 @@ def load_loss(run: Run) -> LossFn | None:
     if run.spec.loss is None:
         return None
     entry, code = run.spec.loss.entry, run.job.tree.code
-    what = f"The loss {entry}"
+    what = f"The loss {named(entry, code)}"
     with blamed_on_user(what, code):
         function = load_entry(entry, code)
 
@@ -66,7 +66,7 @@ def load_loop(run: Run) -> Loop:
         UserFailure: it cannot be loaded.
     """
     entry, code = run.settings.entry, run.job.tree.code
-    what = f"The loop {entry}"
+    what = f"The loop {named(entry, code)}"
     with blamed_on_user(what, code):
         function = load_entry(entry, code)
 
@@ -146,7 +146,10 @@ def blamed_on_user(what: str, code: Path) -> Iterator[None]:
 
 def _came_through_us(error: BaseException, file: str | None, line: int | None) -> bool:
     """Whether the user's line had called this package when it happened."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    names = {PICKLED: file or ""}
+    frames = [
+        (names.get(each.filename, each.filename), each.lineno) for each in traceback.extract_tb(error.__traceback__)
+    ]
     after = frames[frames.index((file or "", line)) + 1 :] if (file, line) in frames else []
     return any(is_ours(name) for name, _ in after)
 

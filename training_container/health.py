@@ -17,6 +17,7 @@ from typing import Any
 from .run import Run
 
 ROLLOUTS, MOST_TIMES, SOLVED_AT = 5, 3, 0.95
+_OF_SUCCESS, _SLACK = 0.25, 0.9
 
 # Metric compared with its first value -> the name of what comes of it, and how.
 _RATIOS = {"completion_tokens": "length_drift", "entropy": "entropy_drift"}
@@ -126,9 +127,11 @@ def _judge(run: Run, sign: Sign, smoothed: Mapping[str, float]) -> None:
         return
     state, value = run.state.health, smoothed[sign.metric]
     key = f"{sign.metric} {'above' if sign.above < math.inf else 'below'}"
-    solved = not sign.after_success and smoothed.get("accuracy", 0.0) >= SOLVED_AT
-    beyond = not solved and (value > sign.above or value < sign.below)
-    crossed = beyond and not state["beyond"].get(key, False)
+    was_beyond = state["beyond"].get(key, False)
+    # Once told, it has to go back a tenth before it counts as gone: a value that hovers at the line says nothing new.
+    slack = _SLACK if was_beyond else 1.0
+    beyond = not _comes_of_success(sign, value, smoothed) and (value > sign.above * slack or value < sign.below / slack)
+    crossed = beyond and not was_beyond
     state["beyond"][key] = beyond
     if crossed and state["told"].get(key, 0) < MOST_TIMES:
         state["told"][key] = state["told"].get(key, 0) + 1
@@ -140,6 +143,13 @@ def _judge(run: Run, sign: Sign, smoothed: Mapping[str, float]) -> None:
             value=value,
             message=f"in the last {ROLLOUTS} rollouts {message}",
         )
+
+
+def _comes_of_success(sign: Sign, value: float, smoothed: Mapping[str, float]) -> bool:
+    """Right answers are alike: a share of repeated ones not far above the share of right ones is theirs."""
+    accuracy = smoothed.get("accuracy", 0.0)
+    natural = sign.above < math.inf and value <= accuracy + _OF_SUCCESS
+    return not sign.after_success and (accuracy >= SOLVED_AT or (accuracy > 0 and natural))
 
 
 def _mean(values: list[float]) -> float:

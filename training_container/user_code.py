@@ -85,6 +85,27 @@ def _unpickled(path: Path, code: Path) -> Any:
         return cloudpickle.load(file)
 
 
+PICKLED = "<dynamic-code>"  # what cloudpickle calls the file of every function
+
+
+def named(entry: str, code: Path) -> str:
+    """As its owner knows it: "module:name", or of a pickle the function's name and the file it was written in."""
+    kind, _, name = entry.partition(":")
+    origin = _origin(code / f"{name}.json") if kind == "pickle" else {}
+    return f"{origin['name']} ({origin['file']})" if origin else entry
+
+
+def _origin(path: Path) -> dict[str, str]:
+    """What fit() wrote beside a pickle."""
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _file_of_pickles(code: Path) -> str:
+    """The one file that all pickled functions were written in; where there are several, nobody knows whose line it was."""
+    files = {_origin(path).get("file") for path in code.glob("*.pkl.json")}
+    return str(files.pop()) if len(files) == 1 else PICKLED
+
+
 # --- calling ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +171,10 @@ def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None
         frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
     ]
     chosen = own or outside or frames
-    return (chosen[-1].filename, chosen[-1].lineno) if chosen else (None, None)
+    if not chosen:
+        return None, None
+    file, line = chosen[-1].filename, chosen[-1].lineno
+    return (_file_of_pickles(code) if file == PICKLED else file), line
 
 
 def is_ours(file: str) -> bool:

@@ -147,7 +147,16 @@ def _packed(piece: Piece, pickle_name: str, folder: Path | None) -> CodePackage:
         module = sys.modules[entry.partition(":")[0]]
         return _checked(CodePackage(entry, sources_of([module.__name__], [root_of(module), *local_roots()])))
     saved = pickled(value)
-    return _checked(CodePackage(f"pickle:{pickle_name}", {**_needed_by(saved.modules), pickle_name: saved.payload}))
+    files = {pickle_name: saved.payload, f"{pickle_name}.json": json.dumps(_origin(value)).encode()}
+    return _checked(CodePackage(f"pickle:{pickle_name}", {**_needed_by(saved.modules), **files}))
+
+
+def _origin(value: Callable[..., Any]) -> dict[str, str]:
+    """Where a pickled function was written, for messages: a pickle forgets its file."""
+    function = inspect.unwrap(getattr(value, "func", value))
+    written = getattr(function, "__code__", None)
+    file = Path(written.co_filename).name if written else ""
+    return {"name": called(value), "file": file or getattr(type(value), "__module__", "")}
 
 
 def _check_signature(value: Callable[..., Any], kind: str, names: tuple[str, ...]) -> None:

@@ -80,7 +80,7 @@ def standing_line(standing: Standing) -> str:
     metrics = standing.metrics
     parts = [_step(metrics) or standing.status]
     parts += [
-        f"{name.replace('_', ' ')} {round(metrics[name], 4):.3g}"
+        f"{name.replace('_', ' ')} {round(metrics[name], 4) + 0.0:.3g}"
         for name in _SHOWN_METRICS
         if _is_number(metrics.get(name))
     ]

@@ -88,9 +88,16 @@ class Trainer:
         epochs: int | None = None,
         batch_size: int | None = None,
         max_steps: int | None = None,
+        preflight: bool = False,
     ) -> RunSpec:
-        """What fit() would submit, checked in the same way; nothing is uploaded and nothing starts."""
-        return self._draft(self._connected(), train_data, eval_data, epochs, batch_size, max_steps).spec
+        """What fit() would submit, checked in the same way; nothing is uploaded and nothing starts.
+
+        preflight: also say what would go wrong or waste money, as fit() does; that takes seconds.
+        """
+        ready = self._draft(self._connected(), train_data, eval_data, epochs, batch_size, max_steps)
+        if preflight:
+            _looked_at(ready)
+        return ready.spec
 
     def spec(
         self,

@@ -208,7 +208,9 @@ def _read(stage: Stage, bucket: str, key: str) -> bytes:
     except ClientError as error:
         raise _cannot_read(uri, error) from error
     if content is None:
-        raise InvalidData(str(uri), "is not there", next_step="Correct the address; that of a folder ends in '/'.")
+        raise InvalidData(
+            str(uri), "is not there", next_step="Upload it first, or correct the address; that of a folder ends in '/'."
+        )
     return content
 
 

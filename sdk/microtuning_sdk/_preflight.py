@@ -222,7 +222,8 @@ def _work_of(ready: Draft) -> Work | None:
     tokens = min(sum(len(_mark(row)) for row in some) / len(some) / a_token, algorithm.max_length)
     if isinstance(algorithm, POLICIES) or algorithm.type == "distillation":
         return _work_of_drawing(ready.spec, algorithm, len(rows), tokens)
-    steps = steps_of(len(rows), algorithm.batch_size, algorithm.epochs, algorithm.max_train_steps)
+    answers = len(rows) * (2 if algorithm.type == "kto" and "chosen" in rows[0].values else 1)  # a pair is one of each
+    steps = steps_of(answers, algorithm.batch_size, algorithm.epochs, algorithm.max_train_steps)
     return Work(steps=steps, tokens_a_step=algorithm.batch_size * tokens)
 
 

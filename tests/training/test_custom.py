@@ -218,9 +218,11 @@ def test_a_pickled_loop_runs_and_its_error_names_the_line_it_was_written_at(a_bo
 
     box = with_loop(a_box, rows, "", algorithm={"entry": "pickle:loop.pkl"})
     (box.tree.channel("code") / "loop.pkl").write_bytes(cloudpickle.dumps(loop))
+    (box.tree.channel("code") / "loop.pkl.json").write_text('{"name": "loop", "file": "mine.py"}', encoding="utf-8")
     assert box.work() == 1
     assert box.of("metrics")[0]["options"] == 3e-3
-    assert box.failure["message"] == "The loop pickle:loop.pkl: KeyError: 'missing'"
+    assert box.failure["message"] == "The loop loop (mine.py): KeyError: 'missing'"
+    assert box.failure["file"] == "mine.py"
     assert box.failure["line"] == loop.__code__.co_firstlineno + 2
 
 

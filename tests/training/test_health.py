@@ -68,6 +68,16 @@ def test_lengths_are_compared_with_the_first_5_rollouts() -> None:
     assert "shrunk to" in run.events[-1]["message"]
 
 
+def test_right_answers_that_repeat_each_other_are_no_sign() -> None:
+    learning, collapsed = a_run(), a_run()
+    assert feed(learning, "frac_duplicate_completions", [0.62] * 10, accuracy=0.5) == []
+    assert feed(collapsed, "frac_duplicate_completions", [0.62] * 10, accuracy=0.1) == [5]
+
+
+def test_a_value_that_hovers_at_its_line_is_told_once() -> None:
+    assert feed(a_run(), "frac_truncated", [0.52, 0.48] * 20) == [5]
+
+
 def test_a_fall_of_entropy_is_told_unless_nearly_everything_is_right() -> None:
     lost, solved = a_run(), a_run()
     assert feed(lost, "entropy", [2.0] * 5 + [0.1] * 10) != []

@@ -266,6 +266,17 @@ def test_check_warns_of_a_reward_that_says_the_same_for_everything(a_check: Any,
     assert found.status == 0
 
 
+@pytest.mark.usefixtures("at_once")
+def test_rows_without_answers_are_tried_with_other_texts_and_nothing_is_said_of_right_and_wrong(
+    a_check: Any, a_model_dir: Any
+) -> None:
+    a_model_dir()
+    bare = [{"prompt": row["prompt"]} for row in PROMPTS]
+    found = a_check(bare, type="grpo", group_size=4, max_completion_tokens=4, reward={"entry": "rewards:blind"})
+    words = "gave 0.50 to 0.50 for 8 texts of ours: the rows hold no answer to try"
+    assert found.of("reward") == [("ok", words)]
+
+
 # --- fit() -----------------------------------------------------------------------------------------------------------
 
 

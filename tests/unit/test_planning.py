@@ -202,7 +202,7 @@ def test_an_interval_longer_than_the_run_is_corrected_so_that_six_steps_save_at_
     # 90 rows in batches of 1 x 16 are 6 steps: an interval of 50 never saves
     every, notice = steps_between_checkpoints(50, 6)
     assert every == 2
-    assert notice == "checkpoints every 2 steps instead of 50: the run has 6 steps"
+    assert notice == "checkpoints every 2 steps instead of every 50 steps: the run has 6"
     assert notice in candidates(tiny(spot=True, total_steps=6, checkpoint_every_steps=50))[0].notices
 
 

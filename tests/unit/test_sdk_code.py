@@ -146,10 +146,19 @@ def test_a_pickled_function_takes_along_the_local_module_that_it_calls(project: 
     module = importlib.import_module("helper_mod")
     try:
         package = package_reward(lambda completions: [module.double(len(c)) for c in completions])
-        assert sorted(package.files) == ["helper_mod.py", "reward.pkl"]
+        assert sorted(package.files) == ["helper_mod.py", "reward.pkl", "reward.pkl.json"]
         assert elsewhere(package, project / "there") == [2.0, 6.0]
     finally:
         del sys.modules["helper_mod"]
+
+
+def test_beside_a_pickle_lies_what_its_function_is_called_and_where_it_was_written() -> None:
+    def boom(completions: list[str]) -> list[float]:
+        raise ValueError
+
+    origin = json.loads(package_reward(boom).files["reward.pkl.json"])
+    assert origin["name"].endswith("<locals>.boom")
+    assert origin["file"] == "test_sdk_code.py"
 
 
 def test_a_function_of_a_script_is_pickled_because_no_job_can_import_main(tmp_path: Path) -> None:
@@ -164,7 +173,7 @@ def test_a_function_of_a_script_is_pickled_because_no_job_can_import_main(tmp_pa
         "print(package.entry, sorted(package.files))\n"
     )
     run = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert run.stdout == "pickle:reward.pkl ['reward.pkl']\n"
+    assert run.stdout == "pickle:reward.pkl ['reward.pkl', 'reward.pkl.json']\n"
     package = CodePackage("", {})
     package.__dict__["archive"] = (tmp_path / "code.zip").read_bytes()
     assert elsewhere(package, tmp_path / "there") == [2.0, 4.0]

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..failures import UserFailure
 from ..processes import descendants_of, kill_all
-from ..user_code import python_path, receive, send
+from ..user_code import named, python_path, receive, send
 from .protocol import Action, Turn
 
 # Loading user code may import much more than playing does.
@@ -45,6 +45,7 @@ class Environments:
 
     def __init__(self, entry: str, code: Path, *, options: dict[str, Any], time_limit_s: float) -> None:
         self._entry, self._code, self._options = entry, code, options
+        self._name = named(entry, code)
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -92,7 +93,7 @@ class Environments:
             self._seats.pop(index).kill()
             raise
         except (EOFError, ConnectionError) as error:
-            raise UserFailure(f"A process of the environment {self._entry} ended by itself.") from error
+            raise UserFailure(f"A process of the environment {self._name} ended by itself.") from error
         if "error" in answer:
             raise self._failure(answer["error"])
         return answer
@@ -117,7 +118,7 @@ class Environments:
                 start_new_session=True,
             )
         self._channel = ours
-        answer = self._hear(_LOAD_LIMIT_S, f"The code of the environment {self._entry} did not load in")
+        answer = self._hear(_LOAD_LIMIT_S, f"The code of the environment {self._name} did not load in")
         if "error" in answer:
             self.close()
             raise self._failure(answer["error"])
@@ -127,7 +128,7 @@ class Environments:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
-        answer = self._hear(_START_LIMIT_S, f"A process for the environment {self._entry} did not start in")
+        answer = self._hear(_START_LIMIT_S, f"A process for the environment {self._name} did not start in")
         return _Seat(answer["pid"], ours)
 
     def _hear(self, limit_s: float, otherwise: str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class Environments:
         except TimeoutError as error:
             raise UserFailure(f"{otherwise} {limit_s:g} s.") from error
         except (EOFError, ConnectionError) as error:
-            raise UserFailure(f"The process of the environment {self._entry} ended by itself.") from error
+            raise UserFailure(f"The process of the environment {self._name} ended by itself.") from error
 
     def close(self) -> None:
         """End every process and everything it started, in sessions of their own as well."""
@@ -154,7 +155,7 @@ class Environments:
     def _failure(self, error: dict[str, Any]) -> UserFailure:
         if trace := error.get("traceback"):
             print(trace, file=sys.stderr, flush=True)
-        message = f"The environment {self._entry}: {error['message']}"
+        message = f"The environment {self._name}: {error['message']}"
         return UserFailure(message, file=error.get("file"), line=error.get("line"))
 
 

@@ -22,6 +22,7 @@ from ..rewards.scores import Answers, Question
 from .findings import Finding, Request, read_rows
 
 _ROWS = 4
+_A_TEXT = "I am not sure. The answer is 42, or so."
 _LIMIT_S = 10.0
 # Columns in which data sets keep the right answer.
 _ANSWERS = ("completion", "answer", "chosen", "solution", "ground_truth", "target", "response", "output")
@@ -48,18 +49,18 @@ def _spread(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def about_reward(about: str, entry: str, code: Path, rows: Sequence[Row], limit_s: float, seed: int) -> Finding:
-    """Two completions a row: its own answer where it has one, and that of another row."""
+    """Two completions a row: its own answer and that of another row, or where there are none some other text."""
     if not is_code(entry) and not entry.startswith("reasoning_gym:"):
         return Finding("note", about, f"{entry} is asked only by the job; it was not tried here")
     if any("prompt" not in row.values for row in rows):
         return Finding("note", about, "was not tried: the rows have no prompt")
-    question = question_about(rows)
+    question, has_answers = question_about(rows), any(map(_own_answer, rows))
     try:
         reward = FunctionReward(entry, code, time_limit_s=limit_s, seed=seed)
     except JobFailure as error:
         return _broken(about, error, code)
     try:
-        return _judged(about, reward.score(question, step=1), limit_s)
+        return _judged(about, reward.score(question, step=1), limit_s, has_answers)
     except JobFailure as error:
         return _broken(about, error, code)
     finally:
@@ -67,11 +68,11 @@ def about_reward(about: str, entry: str, code: Path, rows: Sequence[Row], limit_
 
 
 def question_about(rows: Sequence[Row]) -> Question:
-    """Every row twice: with its own answer, then with another's."""
-    answers = [_own_answer(row) for row in rows]
+    """Every row twice: with its own answer, then with another's. Rows without one: with texts of several lengths."""
+    answers = [_own_answer(row) or _A_TEXT[: 5 * index + 3] for index, row in enumerate(rows)]
     others = [*answers[1:], "?"]
     twice = [*rows, *rows]
-    texts = [answer or "?" for answer in [*answers, *others]]
+    texts = [*answers, *others]
     names = {name: None for row in rows for name in row.values if name != "prompt"}
     return Question(
         prompts=[row.values["prompt"] for row in twice],
@@ -94,7 +95,7 @@ def _own_answer(row: Row) -> str | None:
     return None
 
 
-def _judged(about: str, answers: Answers, limit_s: float) -> Finding:
+def _judged(about: str, answers: Answers, limit_s: float, has_answers: bool) -> Finding:
     values = [each.value for each in answers.each]
     if all(each.timed_out for each in answers.each):
         return Finding(
@@ -107,6 +108,9 @@ def _judged(about: str, answers: Answers, limit_s: float) -> Finding:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return Finding("warning", about, f"abstained (None) on all {len(values)} tries", "Return numbers where it can.")
+    if not has_answers:
+        return Finding("ok", about, f"gave {min(numbers):.2f} to {max(numbers):.2f} for {len(values)} texts of ours: the "
+                       "rows hold no answer to try")  # fmt: skip
     if len(values) > 1 and len(set(numbers)) == 1:
         found = f"gave {numbers[0]:g} to right and wrong answers alike ({len(numbers)} tries)"
         return Finding(

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..failures import UserFailure
 from ..processes import descendants_of, kill_all
-from ..user_code import python_path, receive, send
+from ..user_code import named, python_path, receive, send
 from .scores import TIMED_OUT, Answer, Answers, Question
 
 # Loading user code may import much more than scoring does.
@@ -91,6 +91,7 @@ class _Process:
 
     def __init__(self, entry: str, code: Path, *, time_limit_s: float, seed: int) -> None:
         self._entry, self._code, self._time_limit_s, self._seed = entry, code, time_limit_s, seed
+        self._name = named(entry, code)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.form = "batch"
@@ -156,7 +157,7 @@ class _Process:
             reply = self._exchange(request, limit_s)
             request = None
             if "error" in reply:
-                raise _user_failure(self._entry, reply["error"])
+                raise _user_failure(self._name, reply["error"])
             answers += map(Answer.from_json, reply["answers"])
             metrics |= reply.get("metrics", {})
 
@@ -179,10 +180,10 @@ class _Process:
         try:
             answer = self._exchange(None, max(_LOAD_LIMIT_S, self._time_limit_s))
         except TimedOut as error:
-            raise UserFailure(f"The code of the reward {self._entry} did not load in {_LOAD_LIMIT_S:g} s.") from error
+            raise UserFailure(f"The code of the reward {self._name} did not load in {_LOAD_LIMIT_S:g} s.") from error
         if "error" in answer:
             self.close()
-            raise _user_failure(self._entry, answer["error"])
+            raise _user_failure(self._name, answer["error"])
         self.form = answer["form"]
 
     def _exchange(self, request: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class _Process:
             code = self._wait_for_end()
             self.close()
             how = f"signal {-code}" if code < 0 else f"exit status {code}"
-            raise UserFailure(f"The process of the reward {self._entry} ended by itself ({how}).") from error
+            raise UserFailure(f"The process of the reward {self._name} ended by itself ({how}).") from error
 
     def _wait_for_end(self) -> int:
         assert self._process is not None
@@ -222,7 +223,7 @@ class _Process:
         self._process = self._socket = None
 
 
-def _user_failure(entry: str, error: dict[str, Any]) -> UserFailure:
+def _user_failure(name: str, error: dict[str, Any]) -> UserFailure:
     if trace := error.get("traceback"):
         print(trace, file=sys.stderr, flush=True)
-    return UserFailure(f"The reward {entry}: {error['message']}", file=error.get("file"), line=error.get("line"))
+    return UserFailure(f"The reward {name}: {error['message']}", file=error.get("file"), line=error.get("line"))

@@ -192,7 +192,9 @@ class CommandRefused(MicrotuningError):
 
     def __init__(self, run_id: str, errors: list[Problem]) -> None:
         listed = "; ".join(str(error) for error in errors)
-        super().__init__(f"Nothing was changed: {listed}", next_step=f"See `microtuning checkpoints {run_id}`.")
+        about_step = any(error.field == "step" for error in errors)
+        next_step = f"See `microtuning checkpoints {run_id}`." if about_step else "Correct it and ask again."
+        super().__init__(f"Nothing was changed: {listed}", next_step=next_step)
         self.run_id, self.errors = run_id, errors
 
 

@@ -363,7 +363,8 @@ def steps_between_checkpoints(every_steps: int, total_steps: int | None) -> tupl
     corrected = max(1, total_steps // 3)
     if corrected >= every_steps:
         return every_steps, None
-    return corrected, f"checkpoints every {corrected} steps instead of {every_steps}: the run has {total_steps} steps"
+    often = "after every step" if corrected == 1 else f"every {corrected} steps"
+    return corrected, f"checkpoints {often} instead of every {every_steps} steps: the run has {total_steps}"
 
 
 # -------------------------------------------------------------------------------------------------- after failures

@@ -10,6 +10,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -57,7 +59,7 @@ def parse_spec(document: Json, lines: Mapping[str, int] | None = None) -> RunSpe
     try:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
-        raise InvalidSpec(with_lines([*_field_problems(error), *problems], lines)) from error
+        raise InvalidSpec(with_lines([*_field_problems(error), *problems], lines)) from None
     problems += _missing_parts(spec)
     if not problems and len(spec.model_dump_json()) > MAX_SPEC_BYTES:
         problems.append(
@@ -84,7 +86,25 @@ def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
 
 
 def _field_problems(error: ValidationError) -> list[Problem]:
-    return [Problem(_path(each["loc"]), _words(each["type"], each["msg"])) for each in error.errors()]
+    return [
+        Problem(_path(each["loc"]), _words(each["type"], each["msg"]) + _meant(each["type"], each["loc"]))
+        for each in error.errors()
+    ]
+
+
+def _meant(kind: str, location: tuple[int | str, ...]) -> str:
+    """The field of a spec that an unknown one is likely to have been."""
+    if kind != "extra_forbidden":
+        return ""
+    close = get_close_matches(str(location[-1]), _all_fields(), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+@cache
+def _all_fields() -> list[str]:
+    schema = RunSpec.model_json_schema()
+    parts = [schema, *schema["$defs"].values()]
+    return sorted({name for part in parts for name in part.get("properties", {})})
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -56,7 +56,7 @@ def _checkpoint(services: Services, run: Run, command: Command) -> CheckpointRef
     found = find_checkpoint(registered, command.step, command.lineage)
     if found is None:
         have = ", ".join(f"{each.step} (lineage {each.lineage})" for each in registered) or "none yet"
-        raise InvalidSpec([Problem("step", f"{run.run_id} has no such checkpoint; it has {have}")])
+        raise InvalidSpec([Problem("step", f"is no checkpoint of {run.run_id}, which has {have}")])
     return found
 
 

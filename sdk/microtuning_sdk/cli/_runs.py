@@ -74,15 +74,21 @@ def show_run(arguments: argparse.Namespace) -> None:
     print_table(columns, rows)
     for name in ("first", "last"):
         print(f"metrics {name}: {_in_short(view['metrics'][name])}")
-    print("checkpoints: " + ", ".join(f"step {each['step']}" for each in view["checkpoints"]))
+    print("checkpoints: " + (", ".join(map(_checkpoint_in_short, view["checkpoints"])) or "none"))
     print(f"cost: {usd(view['cost']['amount_usd'])} USD ({view['cost']['state']})")
     print(f"execution: {view['execution_arn']}")
     return None
 
 
+def _checkpoint_in_short(checkpoint: dict[str, Any]) -> str:
+    """A lineage of its own begins with each rollback."""
+    lineage = f" (lineage {checkpoint['lineage']})" if checkpoint["lineage"] > 1 else ""
+    return f"step {checkpoint['step']}{lineage}"
+
+
 def _in_short(metrics: dict[str, float | None]) -> str:
     shown = {name: value for name, value in metrics.items() if value is not None and name.endswith(_SHOWN)}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items()) or "none yet"
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items()) or "none"
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
