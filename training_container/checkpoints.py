@@ -8,12 +8,16 @@ folder renamed at the end would be mirrored half written, and come back at every
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from microtuning_core.domain.manifest import (
     MANIFEST_NAME,
@@ -23,6 +27,7 @@ from microtuning_core.domain.manifest import (
     step_folder,
 )
 
+from .failures import PlatformFailure
 from .paths import sync_folder, write_durably
 
 _CHUNK_BYTES = 1 << 20
@@ -45,8 +50,30 @@ def write_checkpoint(
     """Write step-<step>: `fill` puts the files there, `describe` makes the manifest of them.
 
     A folder of that step which is there already loses its manifest first, so that it is never whole with mixed contents.
+
+    Raises:
+        PlatformFailure: the disk is full; what was written of this checkpoint is removed, older ones are as they were.
     """
     folder = root / step_folder(step)
+    try:
+        return _written(root, folder, fill, describe)
+    except (OSError, SafetensorError) as error:  # safetensors' own has no number
+        if not (getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)):
+            raise
+        free = shutil.disk_usage(root).free
+        remove_checkpoint(folder)
+        raise PlatformFailure(
+            f"The disk is full: checkpoint {folder.name} could not be written ({free / 1e6:,.0f} MB were free), and older "
+            "ones are whole. Lower checkpoint.keep, or take a larger volume."
+        ) from error
+
+
+def _written(
+    root: Path,
+    folder: Path,
+    fill: Callable[[Path], None],
+    describe: Callable[[tuple[CheckpointFile, ...]], CheckpointManifest],
+) -> Checkpoint:
     remove_checkpoint(folder)
     folder.mkdir(parents=True)
     fill(folder)
@@ -57,6 +84,47 @@ def write_checkpoint(
     write_durably(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1))
     sync_folder(root)
     return Checkpoint(folder, manifest)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread of its own, and then removes those that need not be kept."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[Checkpoint] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def begin(
+        self, root: Path, step: int, fill: Callable[[Path], None], described: CheckpointManifest, *, keep: int
+    ) -> None:
+        """Start to write step-<step> (write_checkpoint). What was begun before must have been taken."""
+        assert self._writing is None
+
+        def write() -> Checkpoint:
+            checkpoint = write_checkpoint(root, step, fill, lambda files: described.model_copy(update={"files": files}))
+            prune(root, keep)
+            return checkpoint
+
+        self._writing = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Until what was begun is written, or could not be."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def take(self) -> Checkpoint | None:
+        """What has been written since the last call, if anything.
+
+        Raises:
+            PlatformFailure: the disk is full. OSError: it is broken otherwise.
+        """
+        if self._writing is None or not self._writing.done():
+            return None
+        written, self._writing = self._writing, None
+        return written.result()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Of cgroup v2, and of v1, which older hosts still run.
+_CGROUP = Path("/sys/fs/cgroup")
 _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
@@ -85,6 +86,24 @@ def oom_kills() -> int:
             counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
             return int(counts.get("oom_kill", 0))
     return 0
+
+
+def has_room_for(count_bytes: int) -> bool:
+    """Whether so much more memory leaves as much again free; True where nothing says how much there is."""
+    free = _free_bytes()
+    return free is None or 2 * count_bytes <= free
+
+
+def _free_bytes() -> int | None:
+    """What this container may still use: the machine's free memory, or what is left of the container's limit."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+        found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        limit, used = (int((_CGROUP / name).read_text("utf-8")) for name in ("memory.max", "memory.current"))
+        found.append(limit - used)
+    return min(found, default=None)
 
 
 def signal_name(number: int) -> str:

@@ -28,16 +28,18 @@ from typing import Any
 
 from microtuning_core.domain.algorithms import RewardSpec
 from microtuning_core.domain.datasets import Row
-from microtuning_core.domain.manifest import CheckpointFile, CheckpointManifest
+from microtuning_core.domain.manifest import CheckpointManifest
 from microtuning_core.domain.planning import steps_between_checkpoints
 from microtuning_core.domain.progress import Restart
 
-from .checkpoints import prune, write_checkpoint
+from .checkpoints import CheckpointWriter
 from .data import Cursor
 from .engine import Engine
+from .engine.snapshot import bytes_of_state
 from .failures import NumericsFailure
 from .job import Job
 from .metrics import EventLog, finite_only
+from .processes import has_room_for
 from .progress import ProgressWriter, RestartClock
 
 LOOP = "loop.json"
@@ -73,8 +75,8 @@ class LoopState:
     eval_after: dict[str, float] = field(default_factory=dict)
     finished: bool = False
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> LoopState:
@@ -104,6 +106,7 @@ class Run:
         self.log, self.progress, self.meter = log, progress, progress.meter
         self.total_steps = state.step
         self._stop_requested, self._restart = stop_requested, restart
+        self._writer = CheckpointWriter()
         self._parent_pid = os.getppid()
         self._ready_at_s = self._step_began_at_s = time.monotonic()
         self._epoch_ended = False
@@ -184,6 +187,7 @@ class Run:
         saved = not is_last and self._checkpoint_is_due()
         if saved:
             self.save(self.progress.last)
+        self._note_what_is_written()
         self._finish_restart()
         self.write_progress(at_once=is_last or self.state.step == 1)
         self.leave_if_asked(saved=saved)
@@ -230,27 +234,47 @@ class Run:
     # --- keeping --------------------------------------------------------------------------------------------------------
 
     def save(self, metrics: Mapping[str, Any], *, final: bool = False) -> None:
-        """Keep everything the next step depends on as checkpoint `state.step`. Every process calls, the main one writes."""
-        if not self.engine.world.is_main:
-            self.engine.save_state(self.job.tree.checkpoints)  # gives its part
-            return
+        """Keep everything the next step depends on as checkpoint `state.step`. Every process calls, the main one writes.
+
+        The next step waits for a copy of the state alone, and for the checkpoint before this one; the final one, and one
+        that memory has no room to copy, is on disk when this returns.
+        """
+        self._note_what_is_written(wait=True)
         with self.meter.phase("checkpoint"):
-            checkpoint = write_checkpoint(
-                self.job.tree.checkpoints,
-                self.state.step,
-                self._fill,
-                lambda files: self._describe(files, finite_only(metrics), final),
-            )
-            prune(self.job.tree.checkpoints, self.spec.checkpoint.keep)
-        self.log.emit("checkpoint", step=self.state.step, bytes=checkpoint.manifest.total_bytes, final=final)
+            snapshot = self.engine.snapshot(copies=not final and has_room_for(bytes_of_state(self.engine.model)))
+            if snapshot is None:
+                return
+            loop, step = self.state.as_json(), self.state.step
 
-    def _fill(self, folder: Path) -> None:
-        self.engine.save_state(folder)
-        self.state.save(folder / LOOP)
+            def fill(folder: Path) -> None:
+                snapshot.write(folder)
+                (folder / LOOP).write_text(loop, encoding="utf-8")
 
-    def _describe(
-        self, files: tuple[CheckpointFile, ...], metrics: dict[str, float], final: bool
-    ) -> CheckpointManifest:
+            described = self._description(finite_only(metrics), final)
+            self._writer.begin(self.job.tree.checkpoints, step, fill, described, keep=self.spec.checkpoint.keep)
+            if final or snapshot.weights is None:
+                self._writer.wait()
+        self._note_what_is_written()
+
+    def _note_what_is_written(self, *, wait: bool = False) -> None:
+        """Say that a checkpoint is whole; what went wrong with it is raised here."""
+        if wait and self._writer.is_busy:
+            with self.meter.phase("checkpoint"):
+                self._writer.wait()
+        if (written := self._writer.take()) is not None:
+            manifest = written.manifest
+            self.log.emit("checkpoint", step=manifest.step, bytes=manifest.total_bytes, final=manifest.final)
+
+    def await_checkpoint(self) -> None:
+        """Go on only once the last checkpoint is on disk."""
+        self._note_what_is_written(wait=True)
+
+    def let_it_be_written(self) -> None:
+        """Wait for a checkpoint that is being written, whatever becomes of it: the run ends for another reason."""
+        self._writer.wait()
+
+    def _description(self, metrics: dict[str, float], final: bool) -> CheckpointManifest:
+        """The manifest, its files to come."""
         return CheckpointManifest(
             run_id=self.job.run_id,
             attempt=self.job.plan.attempt,
@@ -263,7 +287,7 @@ class Run:
             code_sha256=self.spec.code.sha256 if self.spec.code else None,
             base_model=self.job.base_model,
             revision=self.spec.model.revision,
-            files=files,
+            files=(),
             metrics=metrics,
             final=final,
             created_at=datetime.now(UTC),
@@ -305,6 +329,7 @@ class Run:
         if asked:
             if not saved:
                 self.save(self.progress.last)
+            self._note_what_is_written(wait=True)
             self.write_progress(at_once=True)
             raise Stopped("asked to stop")
 

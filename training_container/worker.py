@@ -82,6 +82,8 @@ def work(
         log.emit("notice", message=f"stopped at step {run.state.step if run else 0}: {reason}")
         return EXIT_STOPPED
     except Exception as error:
+        if run is not None:
+            run.let_it_be_written()
         if not isinstance(error, UserFailure):  # whose own traceback has been printed; ours would bury it
             traceback.print_exc(file=sys.stderr)
         if "RANK" not in os.environ or not job.tree.failure.exists():

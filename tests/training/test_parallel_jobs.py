@@ -53,7 +53,7 @@ def test_two_workers_of_which_one_is_killed_end_with_the_same_bits_and_dropout(
         os.kill(workers_of(process.pid)[1], signal.SIGKILL)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert 16 < len(killed.steps) < 24
+    assert 16 <= len(killed.steps) < 24  # none twice where checkpoint 9 was whole already
     assert of_each_step(killed) == of_each_step(calm)
     assert killed.weights_sha256 == calm.weights_sha256
     (restart,) = killed.progress["restarts"]

@@ -121,7 +121,7 @@ def test_losses_that_are_never_finite_end_the_run_as_numerics_after_6_steps(
     a_box: Box, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "training_container.recipes.supervised.cross_entropy",
+        "training_container.recipes.sft.cross_entropy",
         lambda logprobs, batch: (logprobs.sum() * math.nan, {}),
     )
     box = a_box(algorithm={"type": "sft", "batch_size": 4, "epochs": 9}, rows=rows(16))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from microtuning_core.domain.spec import ModelSpec
@@ -18,20 +18,19 @@ from microtuning_core.domain.spec import ModelSpec
 from .batch import Example, LossFn, Totals, micro_batch
 from .forward import undressed
 from .layouts import BY_NAME
-from .models import build_policy, is_adapter, restore_policy, stop_token_ids
+from .models import build_policy, restore_policy, stop_token_ids
 from .optimizer_state import load_optimizer_tensors, optimizer_tensors
 from .parallel import World
 from .probe import costs_of, sampling_ways, sharing_layouts, usable
-from .randomness import random_state, read_random_state, seed_everything, write_random_states
+from .randomness import random_state, read_random_state, seed_everything
 from .rows import Limits, micro_batches, units
 from .sampler import Completion, Sampling, Ways, draw_uniforms, sample
 from .scores import row_scores
 from .sharding import whole, whole_state
+from .snapshot import OPTIMIZER, WEIGHTS, Snapshot, copied, copied_weights, write_weights
 from .vllm_sampler import Sampler
 
 Head = Literal["policy", "score"]
-
-WEIGHTS, OPTIMIZER = "model", "optimizer.safetensors"
 
 # A micro-batch is cut so that one [N, V] array of logits has at most so many numbers (1 GiB), and at so many tokens anyway.
 # A CPU is no faster with more than 4,096, and needs less memory with fewer.
@@ -331,21 +330,29 @@ class Engine:
     def save_weights(self, folder: Path) -> None:
         """Weights (or the adapter) and tokenizer, as from_pretrained reads them. Every process calls, the main writes."""
         state = whole_state(self.model, keep=self.world.is_main)
-        if not self.world.is_main:
-            return
-        # Without the flag peft asks the hub whether the vocabulary grew.
-        options = {"save_embedding_layers": False} if is_adapter(self.model) else {"state_dict": state}
-        self.model.save_pretrained(folder, **options)
-        self.tokenizer.save_pretrained(folder)
+        if self.world.is_main:
+            write_weights(self.model, self.tokenizer, state, folder)
 
     def save_state(self, folder: Path) -> None:
-        """Weights, optimizer and every source of chance; safetensors and JSON only. Every process calls, as above."""
-        self.save_weights(folder / WEIGHTS)
+        """Weights, optimizer and every source of chance. Every process calls, as above."""
+        snapshot = self.snapshot(copies=False)
+        if snapshot is not None:
+            snapshot.write(folder)
+
+    def snapshot(self, *, copies: bool = True) -> Snapshot | None:
+        """The state as it is now, on the main process; None on the others, which take part.
+
+        copies: in memory of their own, so that training may go on before it is written.
+        """
+        weights = whole_state(self.model, keep=self.world.is_main)
         moments = optimizer_tensors(self.trainable, self._optimizer)
         chances = self.world.gather(random_state({"sampler": self._sampler_generator}))
-        if self.world.is_main:
-            save_file(moments, folder / OPTIMIZER)
-            write_random_states(folder, chances)
+        if not self.world.is_main:
+            return None
+        if copies:
+            weights = copied_weights(self.model) if weights is None else weights
+            moments = {name: copied(tensor) for name, tensor in moments.items()}
+        return Snapshot(self.model, self.tokenizer, weights, moments, chances)
 
     def load_state(self, folder: Path) -> None:
         """Become what `save_state` wrote."""

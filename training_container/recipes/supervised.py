@@ -61,4 +61,5 @@ def warm_start(engine: Engine, run: Run) -> None:
             run.end_warm_step()
     engine.new_optimizer()
     run.save({"warm_loss": metrics["loss"]})
+    run.await_checkpoint()
     run.leave_if_asked(saved=True)
