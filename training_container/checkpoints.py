@@ -25,6 +25,7 @@ from microtuning_core.domain.manifest import (
     CheckpointManifest,
     newest_first,
     step_folder,
+    step_of_folder,
 )
 
 from .failures import PlatformFailure
@@ -176,6 +177,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | str:
         return "it has no manifest"
     except ValueError as error:
         return f"its manifest cannot be read ({str(error).splitlines()[0]})"
+    if step_of_folder(folder.name) not in (None, manifest.step):
+        return f"its manifest is that of step {manifest.step}"
     return damage_of(folder, manifest) or Checkpoint(folder, manifest)
 
 

@@ -28,6 +28,7 @@ from .texts import text_of, traceback_of
 from .user_code import PICKLED, Refusal, is_ours, load_entry, named, user_frame
 
 Loop = Callable[[Engine, Run], Any]
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def chosen_loss(run: Run, default: LossFn) -> LossFn:
@@ -49,14 +50,32 @@ def load_loss(run: Run) -> LossFn | None:
         function = load_entry(entry, code)
 
     def loss_fn(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        given = logprobs.detach().requires_grad_()
         with blamed_on_user(what, code):
-            answer = function(logprobs, batch)
+            answer = function(given, batch)
         try:
-            return checked(answer)
+            loss, metrics = checked(answer)
         except Refusal as error:
             raise UserFailure(f"{what} {error}.", **definition(function)) from error
+        return with_gradient(loss, given, logprobs, what, definition(function), code), metrics
 
     return loss_fn
+
+
+def with_gradient(
+    loss: Tensor, given: Tensor, logprobs: Tensor, what: str, written: dict[str, Any], code: Path
+) -> Tensor:
+    """The loss with its gradient taken here, where what goes wrong in it is still the user's, and handed on to `logprobs`.
+
+    Raises:
+        UserFailure: it has none, or it cannot be computed.
+    """
+    with blamed_on_user(what, code, otherwise=written):
+        (gradient,) = torch.autograd.grad(loss, given, allow_unused=True)
+    if gradient is None:
+        raise UserFailure(f"{what} does not depend on logprobs: nothing would be learned from it.", **written)
+    carried = (logprobs * gradient).sum()
+    return carried + (loss.detach() - carried.detach())
 
 
 def load_loop(run: Run) -> Loop:
@@ -69,6 +88,11 @@ def load_loop(run: Run) -> Loop:
     what = f"The loop {named(entry, code)}"
     with blamed_on_user(what, code):
         function = load_entry(entry, code)
+
+    if any(is_kind(function) for is_kind in _RUN_LATER):
+        raise UserFailure(
+            f"{what} is async or a generator: called, nothing of it runs. Write a plain def.", **definition(function)
+        )
 
     def loop(engine: Engine, run: Run) -> None:
         with blamed_on_user(what, code):
@@ -123,8 +147,10 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def blamed_on_user(what: str, code: Path) -> Iterator[None]:
-    """Turn what user code raises into a UserFailure with its file and line.
+def blamed_on_user(what: str, code: Path, *, otherwise: dict[str, Any] | None = None) -> Iterator[None]:
+    """Turn what user code raises into a UserFailure with its file and line, SystemExit too.
+
+    otherwise: file and line where no frame of the traceback is the user's, as in a backward.
 
     Not a stop, nor a failure whose class is known, nor memory, nor a disk or network that failed under our own hands.
     """
@@ -134,10 +160,12 @@ def blamed_on_user(what: str, code: Path) -> Iterator[None]:
         raise UserFailure(f"{what}: {error}") from error
     except (JobFailure, MicrotuningError, Stopped):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
         file, line = user_frame(error, code)
+        if otherwise and (file is None or is_ours(file) or "site-packages" in file):
+            file, line = otherwise["file"], otherwise["line"]
         if isinstance(error, OSError) and _came_through_us(error, file, line):
             raise PlatformFailure(f"{type(error).__name__}: {text_of(error)}") from error
         print(traceback_of(error), file=sys.stderr, flush=True)

@@ -26,11 +26,16 @@ class EventLog:
     def __init__(self, path: Path, attempt: int, *, writes: bool = True) -> None:
         self._path, self._attempt, self._writes = path, attempt, writes
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Write one event. One write a line, so that a killed process leaves no half line before the next one's."""
+    def emit(self, event: str, metrics: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+        """Write one event; `metrics` have names of others' choosing, and never take the place of a field of ours.
+
+        One write a line, so that a killed process leaves no half line before the next one's.
+        """
         if not self._writes:
             return
-        line = json.dumps(json_safe({"event": event, "time": now_text(), "attempt": self._attempt} | fields)) + "\n"
+        ours = {"event": event, "time": now_text(), "attempt": self._attempt} | fields
+        others = {name: value for name, value in (metrics or {}).items() if name not in ours}
+        line = json.dumps(json_safe(ours | others)) + "\n"
         sys.stdout.write(line)
         sys.stdout.flush()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -229,7 +229,7 @@ def _spread(run: Run, rollout: Rollout) -> list[bool]:
 def rewards_P_G(run: Run, rollout: Rollout) -> Tensor:
     """What the advantages are taken from: each completion's reward, less its penalty for length. Shape [P, G]."""
     penalised = [[each.reward + length_penalty(run, each.sampled_tokens) for each in group] for group in rollout.groups]
-    return torch.tensor(penalised, dtype=torch.float32)
+    return torch.tensor(penalised, dtype=torch.float64)
 
 
 def length_penalty(run: Run, tokens: int) -> float:

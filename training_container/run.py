@@ -178,7 +178,7 @@ class Run:
         if self.engine.world.size > 1:
             reported["bytes_sent"] = self.engine.bytes_sent
         epoch = self.state.cursor.epoch + 1
-        self.log.emit("metrics", step=self.state.step, total_steps=self.total_steps, epoch=epoch, **reported)
+        self.log.emit("metrics", reported, step=self.state.step, total_steps=self.total_steps, epoch=epoch)
         self.progress.first = self.progress.first or dict(reported)
         self.progress.last = dict(reported)
 
@@ -305,7 +305,7 @@ class Run:
     # --- reporting ------------------------------------------------------------------------------------------------------
 
     def report_eval(self, when: str, metrics: dict[str, float]) -> dict[str, float]:
-        self.log.emit("eval", when=when, step=self.state.step, **metrics)
+        self.log.emit("eval", metrics, when=when, step=self.state.step)
         return finite_only(metrics)
 
     def write_progress(self, *, at_once: bool = False) -> None:

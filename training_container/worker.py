@@ -127,6 +127,7 @@ def begin(
     rows = read_data(job)
     checkpoint = world.once(lambda: find_checkpoint(job, log))
     if checkpoint:
+        check_same_model(job, checkpoint)
         check_same_batch(job, checkpoint)
     engine = make_engine(job, rows, checkpoint, world, restart)
     say_what_differs(log, job, engine, checkpoint)
@@ -163,6 +164,16 @@ def find_checkpoint(job: Job, log: EventLog) -> Checkpoint | None:
     if found:
         log.emit("phase", phase="restore", step=found.manifest.step, checkpoint=found.folder.name)
     return found
+
+
+def check_same_model(job: Job, checkpoint: Checkpoint) -> None:
+    """An adapter means nothing on another base, and the weights of a preset fit it alone."""
+    made_from, wanted = checkpoint.manifest.base_model, job.base_model
+    if made_from != wanted:
+        raise UserFailure(
+            f"model is {wanted}, but checkpoint {checkpoint.folder.name} was made from {made_from}. Resume with "
+            f"{made_from}, or begin a new run."
+        )
 
 
 def check_same_batch(job: Job, checkpoint: Checkpoint) -> None:

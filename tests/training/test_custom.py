@@ -262,3 +262,71 @@ def test_every_public_name_is_in_the_docs() -> None:
     page = (DOCS / "custom.md").read_text("utf-8")
     names = page.partition("### Names to import")[2]
     assert [name for name in api.__all__ if f"`{name}`" not in names] == []
+
+
+# --- what a loss may get wrong in its gradient -----------------------------------------------------------------------
+
+TWICE = (
+    "def same(logprobs, inputs):\n    loss = -(logprobs * logprobs).sum()\n    loss.backward()\n    return loss, {}\n"
+)
+IN_PLACE = (
+    "def same(logprobs, inputs):\n    p = logprobs.exp()\n    loss = -(p * logprobs).sum()\n    p.mul_(2)\n"
+    "    return loss, {}\n"
+)
+WRONG_SHAPE = """
+import torch
+
+class Odd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, pull):
+        return pull.expand(3)
+
+def same(logprobs, inputs):
+    return Odd.apply(logprobs), {}
+"""
+APART = "import torch\ndef same(logprobs, inputs):\n    return torch.zeros((), requires_grad=True) * 1.0, {}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (TWICE, "backward through the graph a second time"),
+        (IN_PLACE, "modified by an inplace operation"),
+        (WRONG_SHAPE, "invalid gradient"),
+        (APART, "does not depend on logprobs: nothing would be learned from it"),
+        ("import sys\ndef same(logprobs, inputs):\n    sys.exit(3)\n", "SystemExit: 3"),
+    ],
+)
+def test_what_goes_wrong_in_a_losss_gradient_is_the_users_with_a_line(
+    a_box: Box, rows: Rows, source: str, message: str
+) -> None:
+    box = with_loss(a_box, rows, source)
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert message in box.failure["message"]
+    assert box.failure["file"] == str(box.tree.code / "losses.py")
+    assert box.failure["line"] >= 1
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "event", "attempt", "time", "total_steps"])
+def test_a_metric_named_like_a_field_of_the_log_takes_nobodys_place(a_box: Box, rows: Rows, name: str) -> None:
+    source = f"def same(logprobs, inputs):\n    return -logprobs.sum() / inputs.totals.tokens, {{'{name}': 77.0}}\n"
+    box = with_loss(a_box, rows, source)
+    assert box.work() == 0
+    assert box.steps == [1, 2, 3, 4]
+    assert {event[name] for event in box.of("metrics")} != {77.0}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["async def train(engine, run):\n    pass\n", "def train(engine, run):\n    yield run.end_step({}, tokens=0)\n"],
+)
+def test_a_loop_of_which_nothing_runs_is_refused(a_box: Box, rows: Rows, source: str) -> None:
+    box = with_loop(a_box, rows, source)
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert "called, nothing of it runs. Write a plain def." in box.failure["message"]

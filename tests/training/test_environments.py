@@ -394,3 +394,31 @@ def test_a_row_without_prompt_whose_reset_gives_nothing_is_named(toy: Any) -> No
     toy.chat_template = None
     with pytest.raises(UserFailure, match=r"train\.jsonl, line 4 has no prompt, and reset gave no observation"):
         Scribe(toy, [0]).begin(Row({"level": 1}, "train.jsonl", 4), Turn(None))
+
+
+@pytest.mark.parametrize("token", [999_999, -2])
+def test_a_token_that_the_model_does_not_have_is_the_users(token: int, a_model_dir: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from microtuning_core.domain.datasets import Row
+    from training_container.environments.protocol import Turn
+    from training_container.environments.transcript import Scribe
+    from training_container.failures import UserFailure
+
+    scribe = Scribe(AutoTokenizer.from_pretrained(a_model_dir()), stop_tokens=[0])
+    with pytest.raises(UserFailure, match=f"holds the token {token}, and the model's tokenizer has the tokens 0 to"):
+        scribe.begin(Row({"prompt": None}, "train.jsonl", 1), Turn(observation=[5, token]))
+
+
+def test_an_observation_of_megabytes_ends_the_episode_without_being_read(a_model_dir: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from microtuning_core.domain.datasets import Row
+    from training_container.environments.protocol import Turn
+    from training_container.environments.transcript import Scribe
+
+    tokenizer = AutoTokenizer.from_pretrained(a_model_dir())
+    scribe = Scribe(tokenizer, stop_tokens=[0])
+    transcript = scribe.begin(Row({"prompt": "1>"}, "train.jsonl", 1), Turn(observation=None))
+    scribe.observe(transcript, Turn(observation="b" * 30_000_000), room=100)
+    assert (transcript.done, transcript.finished) == (True, False)

@@ -391,8 +391,9 @@ def test_a_run_stopped_after_every_single_step_ends_with_the_same_bits_though_a_
     assert stopped.weights_sha256 == calm.weights_sha256
 
 
+# It waits for the checkpoint that is being written beside the training: what a kill loses otherwise is another test's.
 KILLS_THE_WORKER_AT_CALL_2 = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def score(completions, answer, **kw):
@@ -400,6 +401,8 @@ def score(completions, answer, **kw):
     made = int(calls.read_text()) + 1 if calls.exists() else 1
     calls.write_text(str(made))
     if made == 2:
+        while not Path(os.environ["MICROTUNING_ML_ROOT"], "checkpoints/step-3/manifest.json").exists():
+            time.sleep(0.002)
         os.kill(os.getppid(), signal.SIGKILL)
     return [sum(x == y for x, y in zip(c, a)) / len(a) - abs(len(c) - len(a)) / 9 for c, a in zip(completions, answer)]
 """

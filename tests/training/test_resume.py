@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-# The reward kills the training worker once, at its 7th call: wherever the last checkpoint was, it lies behind.
+# The reward kills the training worker once, at its 7th call, when checkpoint 5 is whole.
 KILLS_THE_WORKER_ONCE = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def score(completions, answer, **kw):
@@ -23,6 +23,8 @@ def score(completions, answer, **kw):
     made = int(calls.read_text()) + 1 if calls.exists() else 1
     calls.write_text(str(made))
     if made == int(os.environ["KILL_AT"]):
+        while not Path(os.environ["MICROTUNING_ML_ROOT"], "checkpoints/step-5/manifest.json").exists():
+            time.sleep(0.002)
         os.kill(os.getppid(), signal.SIGKILL)
     return [sum(x == y for x, y in zip(c, a)) / len(a) - abs(len(c) - len(a)) / 9 for c, a in zip(completions, answer)]
 """
@@ -210,6 +212,30 @@ def test_the_newest_checkpoint_is_the_highest_number_and_hand_made_names_are_ign
     shutil.copytree(box.tree.checkpoints / "step-8", box.tree.checkpoints / "step-08")
     assert box.work() == 0
     assert box.of("phase")[1]["checkpoint"] == "step-9"
+
+
+def test_a_checkpoint_under_another_steps_name_is_passed_over(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    box = a_box(algorithm=SFT, rows=rows(16))
+    assert box.work(stop=lambda: len(box.steps) == 9) == 143
+    (box.tree.checkpoints / "step-8").rename(box.tree.checkpoints / "step-80")
+    assert box.work() == 0
+    assert "step-80 is not used: its manifest is that of step 8" in json.dumps(box.of("notice"))
+    assert box.steps == list(range(1, 13))
+
+
+def test_another_base_model_than_the_checkpoints_is_refused_by_name(
+    a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    box = a_box(algorithm=SFT, rows=rows(16))
+    assert box.work(stop=lambda: len(box.steps) == 3) == 143
+    spec = json.loads((box.tree.channel("config") / "spec.json").read_text("utf-8"))
+    spec["model"] = {"arch": "tiny-decoder"}
+    (box.tree.channel("config") / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert "model is tiny-decoder, but checkpoint step-3 was made from Transformer" in box.failure["message"]
 
 
 def test_a_finished_job_started_again_trains_nothing_and_leaves_the_same_model(

@@ -124,6 +124,8 @@ def test_a_key_that_is_no_data_is_not_read(key: str) -> None:
         ({"prompt": [USER]}, "chat_prompt"),
         ({"prompt": "a", "completion": [ASSISTANT]}, "unknown"),
         ({"prompt": "a", "completion": 4}, "unknown"),
+        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "unknown"),
         ({"messages": []}, "unknown"),
         ({"messages": [{"role": "user"}]}, "unknown"),
         ({"prompt": 4}, "unknown"),

@@ -45,6 +45,6 @@ def render_prompts(rows: Sequence[Row], tokenizer: Any, max_prompt_tokens: int) 
 def prompt_tokens(row: Row, tokenizer: Any) -> list[int]:
     """Ids of the row's prompt, which end where the model is to go on."""
     if row.is_chat:
-        text = chat_text(tokenizer, row.values["prompt"], ask=True)
+        text = chat_text(tokenizer, row.values["prompt"], ask=True, tools=row.values.get("tools"))
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return encode(tokenizer, row.values["prompt"])

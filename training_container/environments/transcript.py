@@ -19,10 +19,12 @@ from microtuning_core.domain.datasets import Row
 from ..data import encode
 from ..engine import Completion
 from ..failures import UserFailure
+from ..texts import printable
 from .protocol import Action, Turn
 
 Messages = list[dict[str, Any]]
 _STAND_IN = "7f3a said 7f3a"
+_LONGEST_TOKEN = 256  # characters, and more than any has
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Scribe:
 
     def __init__(self, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
+        self._vocabulary = len(tokenizer)
 
     def begin(self, row: Row, turn: Turn) -> Transcript:
         """The prompt (if the row has one) and the first observation.
@@ -103,13 +106,13 @@ class Scribe:
         transcript = Transcript(row, tools=turn.tools, is_chat=self._is_chat(row, turn))
         if turn.tools:
             self._refuse_other_tools()
-        if (ids := _ids_of(turn)) is not None:
+        if (ids := self._ids_of(turn)) is not None:
             first = ids
         elif transcript.is_chat:
             transcript.messages = _first_messages(row, turn)
             first = self._tokens(self._render(transcript.messages, turn.tools))
         else:
-            first = encode(self._tokenizer, f"{row.values.get('prompt') or ''}{turn.observation or ''}")
+            first = encode(self._tokenizer, printable(f"{row.values.get('prompt') or ''}{turn.observation or ''}"))
         if not first:
             raise UserFailure(
                 f"An episode begins with nothing: {row.file}, line {row.line} has no prompt, and reset gave no observation."
@@ -137,14 +140,14 @@ class Scribe:
             UserFailure: the observation cannot follow what is there.
         """
         messages: Messages = []
-        if (ids := _ids_of(turn)) is not None:
+        if (ids := self._ids_of(turn)) is not None:
             ids = _rest(transcript, ids) if turn.whole else ids
-        elif transcript.is_chat:
-            messages = _messages_of(turn)
-            ids = self._tokens(self._between(transcript, messages))
         else:
-            ids = self._tokens(_text_of(turn))
-        if len(transcript.tokens) + len(ids) > room:
+            messages = _messages_of(turn) if transcript.is_chat else []
+            text = self._between(transcript, messages) if transcript.is_chat else _text_of(turn)
+            # Megabytes are not read to learn that they have no room.
+            ids = self._tokens(text) if len(text) <= max(1, room) * _LONGEST_TOKEN else None
+        if ids is None or len(transcript.tokens) + len(ids) > room:
             transcript.end(truncated=True)
             return
         transcript.show(ids)
@@ -177,7 +180,21 @@ class Scribe:
             raise UserFailure(f"The model's chat template cannot render messages of {roles}: {error}") from error
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(printable(text), add_special_tokens=False)["input_ids"])
+
+    def _ids_of(self, turn: Turn) -> list[int] | None:
+        """The observation where it is token ids.
+
+        Raises:
+            UserFailure: the model has no such token.
+        """
+        ids = [item for item in turn.observation or [] if isinstance(item, int)]
+        if unknown := [token for token in ids if not 0 <= token < self._vocabulary]:
+            raise UserFailure(
+                f"The observation holds the token {unknown[0]}, and the model's tokenizer has the tokens 0 to "
+                f"{self._vocabulary - 1}."
+            )
+        return ids or None
 
     def _ends_with_stop(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] in self._stop_tokens
@@ -219,12 +236,6 @@ def _text_of(turn: Turn) -> str:
         return turn.observation
     given = "nothing" if turn.observation is None else "messages, while the rows are plain text"
     raise UserFailure(f"The observation of a turn after which the episode goes on is {given}; give a text.")
-
-
-def _ids_of(turn: Turn) -> list[int] | None:
-    """The observation where it is token ids."""
-    ids = [item for item in turn.observation or [] if isinstance(item, int)]
-    return ids or None
 
 
 def _rest(transcript: Transcript, ids: list[int]) -> list[int]:

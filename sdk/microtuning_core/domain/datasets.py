@@ -214,7 +214,10 @@ def _is_chat(value: object) -> bool:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    """Role and content; who only calls tools says nothing beside (OpenAI's form)."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str) or (value.get("content") is None and bool(value.get("tool_calls")))
 
 
 def check_rows(rows: Sequence[Row], algorithm_type: str, file: str, *, has_chat_template: bool = True) -> None:
