@@ -165,7 +165,7 @@ def answer(work: Callable[[], dict[str, Any]], code: Path) -> dict[str, Any]:
 
 def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None]:
     """(file, line) of the innermost frame in the code folder, else of the innermost outside installed packages."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(code):
         return error.filename, error.lineno  # no frame of it ever ran
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)]
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(code)]

@@ -198,6 +198,7 @@ def test_a_loop_may_ask_the_reward_of_the_spec(a_box: Box, rows: Rows) -> None:
         ("def train(engine, run):\n    x = 1\n    raise ValueError('not today')\n", "ValueError: not today", 3),
         ("def train(engine, run):\n    engine.sample(None, None)\n", "TypeError", 2),
         ("import nothing_of_the_kind\n", "ModuleNotFoundError", 1),
+        ("def train(engine, run):\n    x = = 1\n", "SyntaxError", 2),
     ],
 )
 def test_what_a_loop_raises_is_the_users_with_file_and_line(
