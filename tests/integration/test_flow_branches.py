@@ -91,7 +91,7 @@ def test_what_cannot_be_done_is_refused_and_names_what_there_is(
 ) -> None:
     first = stage.ended_and_paid(stage.submit())
     run = handle(first.run_id)
-    with pytest.raises(CommandRefused, match="is no checkpoint of .*, which has"):
+    with pytest.raises(CommandRefused, match=r"is no checkpoint of .*, which has"):
         run.rollback(9999)
     with pytest.raises(CommandRefused, match=r"algorithm\.epochs"):
         run.fork(changes={"algorithm": {"epochs": 0}})

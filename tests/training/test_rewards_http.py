@@ -21,7 +21,8 @@ from training_container.failures import UserFailure
 from training_container.metrics import EventLog
 from training_container.rewards import Question, open_rewards
 from training_container.rewards.http import Unanswered, Web, waits
-from training_container.rewards.judge import JudgeReward, Turns, fill, score_in
+from training_container.rewards.judge import JudgeReward, Turns, fill
+from training_container.rewards.verdict import excerpt, score_in
 from training_container.user_code import Refusal
 
 Reply = tuple[int, Any, dict[str, str]]
@@ -237,11 +238,52 @@ def test_messages_are_shown_to_the_judge_by_their_roles() -> None:
     ("said", "score"),
     [
         ("7", 0.7), ("Score: 7.5/10", 0.75), ("3 is too low, 8 out of 10.", 0.8), ("-2", -0.2), ("10", 1.0),
-        ("good", None), ("", None), ("in 2024", None), ("GPT4 says 0", 0.0),
+        ("good", None), ("", None), ("in 2024", None), ("GPT4 says 0", 0.0), ("A perfect score of 10", 1.0),
     ],
 )  # fmt: skip
 def test_the_last_number_within_the_scale_is_the_score(said: str, score: float | None) -> None:
     assert score_in(said, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    "markup",
+    ["**{}**/10", "**{}** / **10**", "`{}`/10", "__{}__/10", "*{}*/10", "${}$/10", r"\boxed{{{}}}/10",
+     r"\[\boxed{{\frac{{{}}}{{10}}}}\]", "{}／10", "<score>{}</score>/10",
+     "**Score (0-10):** {}", "final_score: {}"],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [0, 3, 7.5, 10])
+def test_markup_around_the_number_changes_nothing(number: float, markup: str) -> None:
+    assert score_in(markup.format(number), 10.0) == number / 10
+
+
+@pytest.mark.parametrize(
+    "of_the_scale",
+    ["{} (out of 10)", "{} of 10", "{} out of a possible 10", "{} points out of 10", "Score: {} (scale 0-10)",
+     "Score: {}\n\n(0 = worst, 10 = best)", "Score: {}. Maximum: 10", "{} (10 is best)", "{} (best: 10)",
+     "{} (scale of 10)", "[0, 10]: {}", "Score = {} [0..10]", "On a scale of 0 to 10, I say {}", "Score out of 10: {}",
+     "On a 10-point scale: {}", "It scores {} where the maximum is 10", "It is not a 10. I say {}",
+     "10/10 would be perfect, but this is a {}", "A score of 10 would need proof; this gets {}/10",
+     "Score: {}\nIt has 10 errors", "Rating: {}" + ". It goes on" * 200 + " from 0 to 10"],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [0, 3, 7.5])
+def test_a_number_that_is_of_the_scale_is_never_the_score(number: float, of_the_scale: str) -> None:
+    assert score_in(of_the_scale.format(number), 10.0) == number / 10
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["7-8/10", "7/10 to 8/10", "between 7 and 8", "8 or 9", "4/5", "85/100", "Score: 85", "7,5/10", "not a 10",
+     "1. Clear\n2. Right", "8 (0 worst, 10 best)", "Score: 8. Others got 3/10", "from 0 to 10", "10 = best"],
+)  # fmt: skip
+def test_a_judge_whose_number_is_not_to_be_told_abstains(said: str) -> None:
+    assert score_in(said, 10.0) is None
+
+
+def test_a_long_answer_keeps_its_beginning_and_its_end_in_whole_words() -> None:
+    said = "Score: 8. " + "words " * 100 + "81818"
+    assert len(excerpt(said)) <= 300
+    assert excerpt(said).startswith("Score: 8.") and excerpt(said).endswith("81818")
+    assert set(excerpt("81818 " * 200).split()) == {"81818", "[…]"}
 
 
 def test_what_the_judge_cannot_be_asked_is_counted_and_the_rest_is_kept(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import threading
@@ -28,16 +27,14 @@ from ..user_code import Refusal
 from .functions import text_of_last
 from .http import Unanswered, Web, shown
 from .scores import TIMED_OUT, Answer, Answers, Question
+from .verdict import excerpt, score_in
 
 if TYPE_CHECKING:
     from microtuning_core.domain.algorithms import JudgeSpec
 
 FOLDER = "judge"
 _AT_ONCE = 16
-_KEPT = 300  # characters of what the judge said, from its end
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
-# "8", "7.5/10" and "8 out of 10" are one number each.
-_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?")
 
 
 class JudgeReward:
@@ -125,7 +122,7 @@ class JudgeReward:
 
     def _answer(self, said: str) -> Answer:
         score = score_in(said, self._judge.scale)
-        return Answer(score, notes={"said": said[-_KEPT:]})
+        return Answer(score, notes={"said": excerpt(said)})
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -181,13 +178,6 @@ def said_in(answer: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def score_in(said: str, scale: float) -> float | None:
-    """The last number of what the judge said, over `scale`; None (it abstains) where there is none within ±scale."""
-    numbers = _NUMBER.findall(said)
-    score = float(numbers[-1]) / scale if numbers else math.nan
-    return score if abs(score) <= 1 else None
-
-
 def key_of(judge: JudgeSpec, text: str) -> str:
     return hashlib.sha256(json.dumps([judge.base_url, judge.model, text]).encode()).hexdigest()
 
@@ -213,7 +203,7 @@ class Told:
 
     def add(self, said: Mapping[str, str]) -> None:
         """Keep these; one write, so that a killed process leaves at most one line that is not whole."""
-        self.texts.update({key: text[-_KEPT:] for key, text in said.items()})
+        self.texts.update({key: excerpt(text) for key, text in said.items()})
         if self._path is None or not said:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
