@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,83 @@ def test_an_endpoint_that_answers_too_late_is_counted_and_ends_the_run_at_the_th
 def test_a_server_that_is_not_there_is_named_with_the_cause(tmp_path: Path) -> None:
     with pytest.raises(UserFailure, match=r"in 3 steps in a row: no answer within 0.2 s; last NewConnectionError"):
         scores_of({"entry": "http://127.0.0.1:9/", "time_limit_s": 0.2}, asked("a"), tmp_path, steps=3)
+
+
+@contextlib.contextmanager
+def dripping(*pieces: bytes) -> Iterator[str]:
+    """A server that sends these at once, and then the last of them again and again, every 20 ms, for ever."""
+    listening, over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), listening.accept()[0] as channel:  # whoever asked has left
+                channel.recv(1 << 16)
+                channel.sendall(b"".join(pieces))
+                while not over.wait(0.02):
+                    channel.sendall(pieces[-1])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        over.set()
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listening.close()
+
+
+_OK = b"HTTP/1.1 200 OK\r\n"
+_CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param((_OK + b"Content-Length: 100000\r\n\r\n[", b" "), id="a body of known length"),
+        pytest.param((_OK + b"\r\n[", b" "), id="a body that ends with the connection"),
+        pytest.param((_OK + _CHUNKED + b"1\r\n[\r\n", b"1\r\n \r\n"), id="a body in chunks"),
+        pytest.param((_OK + _CHUNKED, b"0"), id="the length of a chunk"),
+        pytest.param((b"HTTP/1.1 503 Busy\r\n\r\n", b" "), id="what a busy server says"),
+        pytest.param((_OK, b"X-Drop: 1\r\n"), id="headers"),
+        pytest.param((_OK + b"X-Drop: ", b"1"), id="one header"),
+        pytest.param((b"HTTP/1.1 200 O", b"K"), id="the status"),
+        pytest.param((b"HTTP/1.1 100 Continue\r\n\r\n",), id="promises"),
+    ],
+)
+def test_a_server_that_drips_its_answer_has_no_more_time_than_the_limit(pieces: tuple[bytes, ...]) -> None:
+    web = Web()
+    with dripping(*pieces) as url:
+        began_s = time.monotonic()
+        with pytest.raises(Unanswered, match=r"no answer within 0.4 s; last "):
+            web.post(url, {}, limit_s=0.4)
+        assert time.monotonic() - began_s < 5
+        web.close()
+
+
+def test_a_connection_serves_one_request_after_the_other_each_with_a_limit_of_its_own(server: Server) -> None:
+    server.replies, server.delay_s = [[1.0]], 0.3
+    web = Web()
+    assert [web.post(server.url, {}, limit_s=20, tries=1) for _ in range(3)] == [[1.0]] * 3
+    web.close()
+
+
+def test_an_endless_answer_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training_container.rewards.http._MOST_BYTES", 2**20)
+    web = Web()
+    with dripping(_OK + b"\r\n", b"[" * 2**20) as url:
+        with pytest.raises(Refusal, match=r"more than 1 MiB: \[\["):
+            web.post(url, {}, limit_s=20)
+        web.close()
+
+
+@pytest.mark.parametrize("depth", [1, 300, *range(880, 1000, 8), 100_000])
+def test_an_answer_that_nests_however_deep_is_refused_in_words(depth: int, server: Server, tmp_path: Path) -> None:
+    nested = b"[" * depth + b"]" * depth
+    for reply in (nested, b"[" + nested + b"]", b'{"rewards": ' + nested + b"}", b'{"score": ' + nested + b"}"):
+        server.replies = [reply]
+        with pytest.raises(UserFailure, match=rf"The reward {server.url}: "):
+            scores_of({"entry": server.url}, asked("a"), tmp_path)
 
 
 # --- a judge -----------------------------------------------------------------------------------------------------------
