@@ -93,6 +93,59 @@ class Shop:
     async def get_reward(self):
         return 1.0 if self.bought else 0.0
 
+class Odd:
+    """Says, at one place, what JSON cannot hold, or not exactly."""
+
+    def __init__(self, what):
+        holds_itself = {}
+        holds_itself["me"] = holds_itself
+        deep = []
+        for _ in range(5_000):
+            deep = [deep]
+        class Unshown:
+            def __repr__(self):
+                raise RuntimeError("no")
+        if what in ("float32", "array", "tensor"):
+            self.value = self.of_numpy_or_torch(what)
+        else:
+            self.value = {"set": {1}, "bytes": b"x", "nan": float("nan"), "infinity": float("inf"), "key": {(1, 2): "x"},
+                          "number as key": {1: "x"}, "cycle": holds_itself, "deep": deep, "object": Unshown(),
+                          "huge": 10 ** 5_000}[what]
+
+    def of_numpy_or_torch(self, what):
+        import numpy
+        if what == "tensor":
+            import torch
+            return torch.ones(2)
+        return numpy.float32(0.5) if what == "float32" else numpy.arange(3)
+
+    def reset(self, at):
+        return self.said() if at == "reset" else "go"
+
+    def step(self, action):
+        return self.said(), 1.0, False
+
+    def said(self):
+        return [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "text", "of": self.value}]}]
+
+class OddTool(Odd):
+    step = None
+
+    def look(self):
+        return self.value
+
+class OddEnum(Shop):
+    def buy(self, name: __import__("typing").Literal[b"owl"]):
+        return "x"
+
+class OddInfo(Odd):
+    def step(self, action):
+        return "on", 1.0, False, {"what": self.value, "fine": 2}
+
+class OddIds(Odd):
+    def step(self, action):
+        return [1, self.value], 1.0, False
+
 class Result:
     def __init__(self, reward, episode_done, next_observation):
         self.reward, self.episode_done, self.next_observation = reward, episode_done, next_observation
@@ -204,6 +257,63 @@ def test_what_goes_wrong_in_one_is_the_users(
         pool.begin([{}], [0])
         pool.act({0: said("x")})
     assert (caught.value.line == 1 + SOURCE[: SOURCE.index('raise ValueError("it')].count("\n")) == has_line
+
+
+ODD = {
+    "float32": r"a float32 \(np.float32\(0.5\)\)", "array": r"a ndarray \(array\(\[0, 1, 2\]\)\)", "tensor": "a Tensor",
+    "set": r"a set \(\{1\}\)", "bytes": "a bytes", "nan": r"a float \(nan\)", "infinity": r"a float \(inf\)",
+    "key": r"a tuple \(\(1, 2\)\) as a key", "number as key": r"a int \(1\) as a key",
+    "cycle": "more than 64 lists and dicts within each other", "deep": "more than 64 lists and dicts within each other",
+    "object": r"a Unshown \(its repr raised RuntimeError\)", "huge": r"a int \(",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+@pytest.mark.parametrize("what", ODD)
+def test_messages_that_json_does_not_hold_as_they_are_are_refused_by_their_place(
+    what: str, at: str, environments: Callable[..., Environments]
+) -> None:
+    pool = environments("Odd", what=what)
+    with pytest.raises(UserFailure, match=f"The environment games:Odd: {at} gave messages with {ODD[what]}") as caught:
+        pool.begin([{"at": at}], [0])
+        pool.act({0: said("x")})
+    assert what in ("cycle", "deep") or " at [1]['content'][0]['of']" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["key", "cycle", "deep", "huge"])
+def test_a_tool_whose_answer_cannot_be_written_out_is_named(
+    what: str, environments: Callable[..., Environments]
+) -> None:
+    pool = environments("OddTool", what=what)
+    pool.begin([{"at": ""}], [0])
+    with pytest.raises(
+        UserFailure, match=r"The environment games:OddTool: the tool look gave a \w+ that cannot be written"
+    ):
+        pool.act({0: said('<tool_call>{"name": "look", "arguments": {}}</tool_call>')})
+
+
+def test_the_type_of_a_tools_argument_that_no_schema_can_say_is_refused(
+    environments: Callable[..., Environments],
+) -> None:
+    with pytest.raises(UserFailure, match=r"the tools' types hold a bytes \(b'owl'\) at \[0\]\['function'\]"):
+        environments("OddEnum").begin([{"item": "owl"}], [0])
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_info_dict_may_hold_anything_and_its_numbers_are_metrics(
+    what: str, environments: Callable[..., Environments]
+) -> None:
+    pool = environments("OddInfo", what=what)
+    pool.begin([{"at": ""}], [0])
+    assert pool.act({0: said("x")})[0].metrics == {"fine": 2.0}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_no_token_id_is_refused(what: str, environments: Callable[..., Environments]) -> None:
+    pool = environments("OddIds", what=what)
+    pool.begin([{"at": ""}], [0])
+    with pytest.raises(UserFailure, match="The environment games:OddIds: step gave"):
+        pool.act({0: said("x")})
 
 
 def test_an_option_it_does_not_take_and_a_column_that_is_missing_are_named(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..user_code import Refusal, accepted
-from .protocol import Action, Awaiter, Turn, as_metrics, as_observation, as_reward
+from .protocol import Action, Awaiter, Turn, as_metrics, as_observation, as_reward, in_words
 
 
 class OwnEpisode:
@@ -30,7 +30,7 @@ class OwnEpisode:
         result = self._settle(self._environment.step(action.text))
         if not isinstance(result, tuple | list) or len(result) not in (3, 4, 5):
             raise Refusal(
-                f"step gave a {type(result).__name__} ({result!r:.60}); "
+                f"step gave a {type(result).__name__} ({in_words(result)}); "
                 "give observation, reward, done, and at most an info dict"
             )
         observation, reward, *ends = result

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..user_code import Refusal
+
+_DEEPEST = 64
+_LARGEST_INT = 2**63
 
 # A text, messages with role and content, or token ids.
 Observation = str | list[dict[str, Any]] | list[int] | None
@@ -86,8 +90,10 @@ def as_observation(value: Any, where: str) -> Observation:
         return value
     items: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        check_sayable([*{min(items), max(items)}] if items else [], f"{where} gave token ids with")
         return items
     if items and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
+        check_sayable(items, f"{where} gave messages with")
         return items
     raise Refusal(
         f"{where} gave {_kind(value)} as its observation; "
@@ -116,10 +122,51 @@ def as_reward(value: Any, where: str) -> float | None:
 def as_metrics(value: Any) -> dict[str, float]:
     """The numbers of a mapping; an info dict may hold anything else, which is left out."""
     items = value.items() if isinstance(value, Mapping) else ()
-    return {
-        str(name): float(number) for name, number in items if isinstance(number, int | float) and math.isfinite(number)
-    }
+    return {str(name): float(number) for name, number in items if _is_metric(number)}
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def check_sayable(value: Any, what: str, place: str = "", depth: int = 0) -> None:
+    """What the model is shown must be exact, so it is never converted: JSON holds it as it is, or it is refused.
+
+    Args:
+        what: who gave it, as the refusal begins. place: of `value` in it, as Python would index it.
+
+    Raises:
+        Refusal: it holds a value that JSON does not, or nests too deep.
+    """
+    at = f" at {place}" if place else ""
+    if depth > _DEEPEST:
+        raise Refusal(f"{what} more than {_DEEPEST} lists and dicts within each other")
+    if isinstance(value, dict):
+        if wrong := [name for name in value if not isinstance(name, str)]:
+            raise Refusal(f"{what} {_kind(wrong[0])} as a key{at}; keys are texts")
+        for name, each in value.items():
+            check_sayable(each, what, f"{place}[{name!r:.40}]", depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            check_sayable(each, what, f"{place}[{index}]", depth + 1)
+    elif not _is_sayable(value):
+        raise Refusal(f"{what} {_kind(value)}{at}; give what JSON holds: texts, finite numbers, lists, dicts, None")
+
+
+def _is_sayable(value: Any) -> bool:
+    """Whether JSON holds it: an integer so large that Python refuses to write it out is nothing anybody meant."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < _LARGEST_INT)
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__} ({value!r:.40})"
+    return f"a {type(value).__name__} ({in_words(value)})"
+
+
+def in_words(value: Any) -> str:
+    """The beginning of its repr, which may raise."""
+    try:
+        return f"{value!r:.40}"
+    except Exception as error:  # it is the user's own code
+        return f"its repr raised {type(error).__name__}"

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..texts import text_of
-from ..user_code import accepted
-from .protocol import Action, Awaiter, Turn, as_observation, as_reward
+from ..user_code import Refusal, accepted
+from .protocol import Action, Awaiter, Turn, as_observation, as_reward, check_sayable
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
@@ -50,6 +50,7 @@ class ToolsEpisode:
         by_position, by_name = accepted(self._environment.reset, row)
         observation = self._settle(self._environment.reset(*by_position, **by_name))
         schemas = [schema_of(name, tool) for name, tool in self._tools.items()]
+        check_sayable(schemas, "the tools' types hold")
         return Turn(as_observation(observation, "reset"), tools=schemas)
 
     def act(self, action: Action) -> Turn:
@@ -72,12 +73,28 @@ class ToolsEpisode:
             result = self._settle(self._tools[name](**call.get("arguments", {})))
         except Exception as error:
             return name, json.dumps({"error": f"{type(error).__name__}: {text_of(error)}"}), True
-        return name, result if isinstance(result, str) else json.dumps(result, default=str), False
+        return name, _text_of(result, name), False
 
     def grade(self) -> float | None:
         if not hasattr(self._environment, "get_reward"):
             return None
         return as_reward(self._settle(self._environment.get_reward()), "get_reward")
+
+
+def _text_of(result: Any, tool: str) -> str:
+    """What a tool gave, as the model reads it.
+
+    Raises:
+        Refusal: it has no such form.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Refusal(
+            f"the tool {tool} gave a {type(result).__name__} that cannot be written as JSON ({text_of(error)}); give a text"
+        ) from error
 
 
 def _is_method(kind: type, name: str) -> bool:

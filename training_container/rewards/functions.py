@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..user_code import Refusal, accepted, seed_python_and_numpy, settled
+from .plain import in_words, plain
 from .scores import TIMED_OUT, Answer
 
 Function = Callable[..., Any]
@@ -61,11 +62,12 @@ class Logged:
         self.values.setdefault(str(name), []).append(float(value))
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        self.columns.setdefault(str(column), []).extend(values)
+        self.columns.setdefault(str(column), []).extend(map(plain, values))
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
+        """Means. Not by fsum, which raises where a sum of finite numbers, or of both infinities, is none."""
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
 def score_batch(
@@ -174,8 +176,8 @@ def as_answer(value: Any, index: int) -> Answer:
     if key is None:
         raise Refusal(f'reward {index} is a dict without "reward" or "score" (it has {", ".join(map(str, value))})')
     others = {str(name): each for name, each in value.items() if name != key}
-    numbers = {name: float(each) for name, each in others.items() if is_number(each)}
-    notes = {name: _shown(each) for name, each in others.items() if name not in numbers}
+    numbers = {name: number_of(each) for name, each in others.items() if is_number(each)}
+    notes = {name: plain(each) for name, each in others.items() if name not in numbers}
     return Answer(as_number(value[key], index), numbers, notes)
 
 
@@ -184,11 +186,16 @@ def as_number(value: Any, index: int | str) -> float | None:
     if value is None:
         return None
     if is_number(value):
-        try:
-            return float(value)
-        except OverflowError:
-            return float("inf")
-    raise Refusal(f"reward {index} is a {type(value).__name__} ({value!r:.40}), not a number")
+        return number_of(value)
+    raise Refusal(f"reward {index} is a {type(value).__name__} ({in_words(value, 40)}), not a number")
+
+
+def number_of(value: Any) -> float:
+    """Of what `is_number` calls one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def is_number(value: Any) -> bool:
@@ -198,11 +205,6 @@ def is_number(value: Any) -> bool:
         float(value)
     except OverflowError:
         return True
-    except (TypeError, ValueError):
+    except Exception:  # it may be any object's own code
         return False
     return True
-
-
-def _shown(value: Any) -> Any:
-    """As the log can hold it."""
-    return value if value is None or isinstance(value, str | list | dict) else repr(value)
