@@ -24,7 +24,7 @@ from training_container.failures import UserFailure
 CASES = Path(__file__).parents[1] / "cases"
 
 SOURCE = '''
-import random, time
+import os, random, sys, time
 
 class Guess:
     """Between 1 and `highest`; told higher or lower."""
@@ -146,6 +146,23 @@ class OddIds(Odd):
     def step(self, action):
         return [1, self.value], 1.0, False
 
+class Forks:
+    def reset(self, how):
+        self.how = how
+        return str(fork(how))
+
+    def step(self, action):
+        return str(fork(self.how)), 1.0, False
+
+def fork(how):
+    if (pid := os.fork()) == 0:
+        if how == "raise":
+            raise ValueError("the child")
+        if how == "exit":
+            sys.exit(3)
+        return 9
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 class Result:
     def __init__(self, reward, episode_done, next_observation):
         self.reward, self.episode_done, self.next_observation = reward, episode_done, next_observation
@@ -239,6 +256,15 @@ def test_no_process_is_left_behind(environments: Callable[..., Environments]) ->
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("how", "status"), [("return", "0"), ("raise", "1"), ("exit", "3")])
+def test_a_child_that_comes_out_of_an_environment_answers_nothing(
+    how: str, status: str, environments: Callable[..., Environments]
+) -> None:
+    pool = environments("Forks")
+    assert pool.begin([{"how": how}], [0])[0].observation == status
+    assert [pool.act({0: said("x")})[0].observation for _ in range(3)] == [status] * 3
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,54 @@ def is_running(pid: int) -> bool:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
+FORKS = (
+    "import os, sys\n"
+    "def fork(how):\n"
+    "    if (pid := os.fork()) == 0:\n"
+    "        if how == 'raise': raise ValueError('the child')\n"
+    "        if how == 'exit': sys.exit(3)\n"
+    "        return 0\n"
+    "    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+)
+
+
+@pytest.mark.parametrize(("how", "status"), [("return", 0), ("raise", 1), ("exit", 3)])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def score(completions): return [10 + fork(HOW) + len(c) for c in completions]",
+        "def score(completion): return 10 + fork(HOW) + len(completion)",
+        "async def score(completion): return 10 + fork(HOW) + len(completion)",
+        "loaded = fork(HOW)\ndef score(completion): return 10 + loaded + len(completion)",
+    ],
+)
+def test_a_child_that_comes_out_of_the_reward_answers_nothing_and_ends_as_a_script_does(
+    source: str, how: str, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "user.py").write_text(FORKS + source.replace("HOW", repr(how)), encoding="utf-8")
+    with opened("user:score", tmp_path, time_limit_s=20) as rewards:
+        for step in (1, 2, 3):
+            texts = ["x" * step, "x" * (step + 1)]
+            assert rewards.score(asked(*texts), step=step).values == [10 + status + len(text) for text in texts]
+
+
+def test_a_stray_message_is_never_taken_for_the_next_answer(tmp_path: Path) -> None:
+    source = (
+        "import socket, sys\n"
+        "from training_container.user_code import send\n"
+        "def stray(*to):\n"
+        "    with socket.socket(fileno=int(sys.argv[1])) as channel:\n"
+        "        send(channel, {'answers': [9.0], 'to': list(to)}); send(channel, {'answers': [9.0]}); channel.detach()\n"
+        "def score(completion):\n"
+        "    stray(1, 0)\n"
+        "    return len(completion)\n"
+    )
+    (tmp_path / "user.py").write_text(source, encoding="utf-8")
+    with opened("user:score", tmp_path, time_limit_s=20) as rewards:
+        rewards.score(asked("a"), step=1)
+        assert rewards.score(asked("ab", "abc"), step=2).values == [2.0, 3.0]
+
+
 def test_a_function_with_a_sigalrm_limit_of_its_own_scores_as_when_called_directly(ask: Ask) -> None:
     assert ask(read_case("c17_reward_alarm.py"), asked("4", "4", "5", "4")).values == [1.0, 1.0, 0.0, 1.0]
 

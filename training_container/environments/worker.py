@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..forked import in_one_process
 from ..processes import die_with_parent
 from ..user_code import Refusal, accepted, answer, load_entry, receive, seed_python_and_numpy, send, stay_until_told
 from .cookbook import CookbookEpisode
@@ -48,7 +49,7 @@ def serve(channel: socket.socket, entry: str, code: Path, options: dict[str, Any
         factory = load_entry(entry, code)
         return {"ready": True}
 
-    send(channel, answer(load, code))
+    send(channel, answer(in_one_process(load), code))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the players; the trainer decides when they end
     while factory is not None:
         _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
@@ -73,7 +74,8 @@ def play(channel: socket.socket, factory: Factory, code: Path, options: dict[str
         player = Player(factory, options)
         while True:
             request = receive(channel)
-            send(channel, answer(lambda: player.handle(request), code))  # noqa: B023  # called at once
+            work = in_one_process(lambda: player.handle(request))  # noqa: B023  # called at once
+            send(channel, answer(work, code))
     except (EOFError, ConnectionError):
         status = 0
     finally:

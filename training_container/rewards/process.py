@@ -9,6 +9,7 @@ a time; a batch is then asked about one by one. It is counted as timed out, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -94,6 +95,7 @@ class _Process:
         self._name = named(entry, code)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._number = 0
         self.form = "batch"
 
     # --- asking ---------------------------------------------------------------------------------------------------------
@@ -145,7 +147,9 @@ class _Process:
     ) -> None:
         """Add the answers as they come; each message has the limit for itself."""
         self.start()
+        self._number += 1
         request: dict[str, Any] | None = {
+            "number": self._number,
             "seed": self._seed * 1_000_003 + step,
             "step": step,
             "first": first,
@@ -153,8 +157,10 @@ class _Process:
             "arguments": question.as_arguments(),
         }
         ends_at = len(answers) + len(question)
-        while len(answers) < ends_at:
-            reply = self._exchange(request, limit_s)
+        for index in itertools.count():
+            if len(answers) >= ends_at:
+                return
+            reply = self._exchange(request, limit_s, to=[self._number, index])
             request = None
             if "error" in reply:
                 raise _user_failure(self._name, reply["error"])
@@ -178,7 +184,7 @@ class _Process:
             )
         self._socket = ours
         try:
-            answer = self._exchange(None, max(_LOAD_LIMIT_S, self._time_limit_s))
+            answer = self._exchange(None, max(_LOAD_LIMIT_S, self._time_limit_s), to=[0, 0])
         except TimedOut as error:
             raise UserFailure(f"The code of the reward {self._name} did not load in {_LOAD_LIMIT_S:g} s.") from error
         if "error" in answer:
@@ -186,14 +192,14 @@ class _Process:
             raise _user_failure(self._name, answer["error"])
         self.form = answer["form"]
 
-    def _exchange(self, request: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
-        """Send a request (None: only wait for the next answer) and give the answer, or kill the process."""
+    def _exchange(self, request: dict[str, Any] | None, limit_s: float, *, to: list[int]) -> dict[str, Any]:
+        """Send a request (None: only wait for its next answer) and give the answer `to` it, or kill the process."""
         assert self._socket is not None
         try:
             self._socket.settimeout(limit_s)
             if request is not None:
                 send(self._socket, request)
-            return receive(self._socket, deadline_s=time.monotonic() + limit_s)
+            return _answer(self._socket, to, time.monotonic() + limit_s)
         except TimeoutError as error:
             self.close()
             raise TimedOut from error
@@ -221,6 +227,14 @@ class _Process:
         if self._socket is not None:
             self._socket.close()
         self._process = self._socket = None
+
+
+def _answer(channel: socket.socket, to: list[int], deadline_s: float) -> dict[str, Any]:
+    """The message that answers `to`; one that answers something else is nobody's, and is let go."""
+    while True:
+        message = receive(channel, deadline_s=deadline_s)
+        if message.get("to") == to:
+            return message
 
 
 def _user_failure(name: str, error: dict[str, Any]) -> UserFailure:

@@ -1,8 +1,10 @@
 """The process in which a reward function runs: `python -m training_container.rewards.worker FD ENTRY CODE PARENT`.
 
-It answers {"ready": true, "form": …} once the function is loaded, then each {"seed", "step", "first", "limit_s",
-"arguments"} with {"answers": [...], "metrics": {...}} or {"error": {message, file, line, traceback}}, over a socket. A
-function that scores one completion at a time gives one message a completion ("one"), so that whoever waits sees which one
+It answers {"ready": true, "form": …} once the function is loaded, then each {"number", "seed", "step", "first", "limit_s",
+"arguments"} with {"answers": [...], "metrics": {...}} or {"error": {message, file, line, traceback}}, over a socket. Every
+message says what it answers, as "to": [number of the request, 0 for loading; index among its messages].
+
+A function that scores one completion at a time gives one message a completion ("one"), so that whoever waits sees which one
 hangs; the others one for all ("batch"; "together": an async function of one completion, over all of them at once).
 
 Imports nothing heavy, so that it starts in a tenth of a second; functions are called in the main thread, where signal.alarm
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..forked import in_one_process
 from ..processes import die_with_parent
 from ..user_code import answer, load_entry, receive, send, stay_until_told
 from .functions import Function, is_async, score_batch, score_one, score_together, scores_one
@@ -43,15 +46,15 @@ def serve(channel: socket.socket, entry: str, code: Path) -> None:
         function = load_task(entry.removeprefix(PREFIX)) if entry.startswith(PREFIX) else load_entry(entry, code)
         return {"ready": True, "form": form_of(function)}
 
-    send(channel, answer(load, code))
+    send(channel, answer(in_one_process(load), code) | {"to": [0, 0]})
     while function is not None:
         try:
             request = receive(channel)
         except EOFError:
             return  # the trainer is done
-        for work in calls(function, request):
-            reply = answer(work, code)
-            send(channel, reply)
+        for index, work in enumerate(calls(function, request)):
+            reply = answer(in_one_process(work), code)
+            send(channel, reply | {"to": [request["number"], index]})
             if "error" in reply:
                 break
 
