@@ -1,4 +1,4 @@
-"""User code that forks, in a process that serves requests: the child must not come back to serving. Imports nothing heavy."""
+"""User code that forks, in a process that serves requests: the child must not come back to that. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from training_container.engine import OptimStep
 from training_container.losses import Objective
 from training_container.recipes.policy import objective_of, policy_update, with_logprobs
 from training_container.reference import reference_of
+from training_container.rewards.functions import RESERVED, RESERVED_PREFIXES
 from training_container.rollouts import Rollout, Trajectory, length_penalty, minibatch, recall_or_draw, roll_out
 
 GRPO = {"type": "grpo", "batch_size": 8, "group_size": 4, "max_completion_tokens": 6, "learning_rate": 1e-3}
@@ -340,6 +341,26 @@ def test_completions_with_their_scores_are_in_the_rollout_log(a_box: Box, rows: 
     metrics = box.of("metrics")[0]
     assert metrics["reward/held_out"] == pytest.approx(sum(line["components"]["held_out"] for line in lines) / 8)
     assert metrics["reward_heldout_drift"] == 0.0
+
+
+def test_no_name_that_the_loop_reports_is_free_for_a_reward_to_log(a_lora_box: Box, rows: Rows) -> None:
+    source = (
+        "def score(prompts, completions, log_metric, **kw):\n"
+        "    log_metric('mine', 1)\n"
+        "    return [None, float('inf'), *[float(len(c)) for c in completions[2:]]]\n"
+    )
+    reward = {
+        "entry": None,
+        "parts": {"one": {"entry": "rewards:score"}, "two": {"entry": "rewards:score", "weight": 0}},
+    }
+    settings = {"kl_coef": 0.1, "overlong_penalty_tokens": 1, "sampling_rounds": 2, "passes": 2, "max_train_steps": 2}
+    box = a_lora_box(algorithm=GRPO | settings, rows=rows(8), eval_rows=rows(4, seed=1), reward=reward,
+                     code={"rewards.py": source}, model={"base": "tests/tiny", "adapter": "none"})  # fmt: skip
+    assert box.work() == 0
+    reported = {name for each in (*box.of("metrics"), *box.of("eval")) for name in each} - {"when"}
+    assert "mine" in reported
+    assert {"kl", "length_penalty", "reward_abstained", "reward_not_finite", "reward_heldout_gap"} <= reported
+    assert {name for name in reported if not name.startswith(RESERVED_PREFIXES)} - RESERVED == {"mine"}
 
 
 def test_a_loss_of_the_users_sees_every_row_and_the_recipe_goes_on_as_ever(a_box: Box, rows: Rows) -> None:

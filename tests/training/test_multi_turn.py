@@ -19,6 +19,7 @@ from training_container.engine.parallel import World
 from training_container.environments.play import Stage, play
 from training_container.environments.pool import Environments
 from training_container.environments.transcript import Scribe
+from training_container.rewards.functions import RESERVED, RESERVED_PREFIXES
 
 Box = Callable[..., Any]
 SETTINGS = {
@@ -98,6 +99,7 @@ def test_a_model_learns_a_game_of_two_turns_and_both_evaluations_show_it(a_game:
     assert metrics[0]["reward"] < 0.5
     assert after["eval_reward"] > before["eval_reward"] + 0.3
     assert (metrics[-1]["turns"], after["eval_turns"]) == (2.0, 2.0)
+    assert {name for name in metrics[0] if not name.startswith(RESERVED_PREFIXES)} <= RESERVED
     assert metrics[-1]["environment_right"] == pytest.approx(2 * metrics[-1]["reward"], abs=1e-6)
 
 

@@ -192,6 +192,36 @@ def test_log_extra_of_a_wrong_length_is_refused(opened: Opened) -> None:
         opened(source).score(asked("a", "b"), step=1)
 
 
+@pytest.mark.parametrize(
+    "name", ["loss", "reward", "accuracy", "step", "kl", "reward/style", "environment_x", "eval_x"]
+)
+def test_a_metric_that_the_run_reports_itself_is_refused_by_name_with_the_users_line(name: str, opened: Opened) -> None:
+    source = f"def score(completions, log_metric):\n    log_metric({name!r}, 1)\n    return [0, 0]\n"
+    with pytest.raises(
+        UserFailure, match=f"the run itself reports '{name}'; name it otherwise, as 'my_{name}'"
+    ) as caught:
+        opened(source).score(asked("a", "b"), step=1)
+    assert caught.value.line == 2
+    fine = source.replace(name, f"my_{name}")
+    assert opened(fine).score(asked("a", "b"), step=1).logged == {f"my_{name}": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change", ["completions.clear()", "completions.append('c')", "del completions[0]; answer.pop()"]
+)
+@pytest.mark.parametrize(("count", "fails"), [(2, False), (1, True), (3, True)])
+def test_a_function_that_changes_its_lists_in_place_is_held_to_what_it_was_asked(
+    change: str, count: int, fails: bool, opened: Opened
+) -> None:
+    source = f"def score(completions, answer):\n    {change}\n    return [1.0] * {count}\n"
+    rewards, question = opened(source), asked("a", "b", answer=["x", "y"])
+    if fails:
+        with pytest.raises(UserFailure, match=f"it returned {count} rewards for 2 completions"):
+            rewards.score(question, step=1)
+    else:
+        assert rewards.score(question, step=1).values == [1.0, 1.0]
+
+
 def test_dicts_in_a_batch_keep_their_components_apart(opened: Opened) -> None:
     source = "def score(completions):\n    return [{'reward': 1, 'form': 0.5, 'why': 'ok'}, 2, None]\n"
     scores = opened(source).score(asked("a", "b", "c"), step=1)

@@ -48,6 +48,18 @@ def _names(function: Function) -> set[str]:
         return set()  # a built-in without a signature
 
 
+# What a step's metrics hold already, from whichever recipe; a test holds this to what recipes report.
+RESERVED = frozenset({
+    "event", "time", "attempt", "step", "total_steps", "epoch", "loss", "grad_norm", "learning_rate",
+    "tokens_per_s", "bytes_sent", "warm_loss", "reward", "accuracy", "groups", "trainable_groups",
+    "frac_zero_variance_groups", "length_penalty", "sampling_rounds", "empty_rounds", "completion_tokens",
+    "frac_truncated", "frac_duplicate_completions", "entropy", "length_drift", "entropy_drift", "turns",
+    "reward_heldout_gap", "reward_heldout_drift", "reward_abstained", "reward_not_finite", "reward_timed_out",
+    "episodes_timed_out", "ratio", "clipped", "sampler_gap", "kl", "reverse_kl",
+})  # fmt: skip
+RESERVED_PREFIXES = ("reward/", "environment_", "eval_")
+
+
 # --- all at once -------------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +71,17 @@ class Logged:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
-        self.values.setdefault(str(name), []).append(float(value))
+        """Count a number in the mean of a metric.
+
+        Raises:
+            ValueError: the run reports a metric of that name itself, whose place it would take.
+        """
+        name = str(name)
+        if name in RESERVED or name.startswith(RESERVED_PREFIXES):
+            raise ValueError(
+                f"log_metric({name!r}): the run itself reports {name!r}; name it otherwise, as {'my_' + name!r}"
+            )
+        self.values.setdefault(name, []).append(float(value))
 
     def log_extra(self, column: str, values: list[Any]) -> None:
         self.columns.setdefault(str(column), []).extend(map(plain, values))
@@ -75,12 +97,14 @@ def score_batch(
 ) -> tuple[list[Answer], dict[str, float]]:
     """One answer a completion, and the means of what was logged."""
     seed_python_and_numpy(seed)
+    # The function may change its lists in place, and there is one answer to what it was asked, not to what it left.
+    count, own = len(arguments["completions"]), {name: list(values) for name, values in arguments.items()}
     logged = Logged()
     extras = {"log_metric": logged.log_metric, "log_extra": logged.log_extra,
               "trainer_state": SimpleNamespace(global_step=step - 1)}  # fmt: skip
     asked = {name: extras[name] for name in _EXTRAS if name in _names(function)}
-    by_position, by_name = accepted(function, {**arguments, **asked})
-    answers = as_answers(settled(function(*by_position, **by_name)), len(arguments["completions"]))
+    by_position, by_name = accepted(function, {**own, **asked})
+    answers = as_answers(settled(function(*by_position, **by_name)), count)
     return _with_notes(answers, logged.columns), logged.metrics
 
 
