@@ -10,6 +10,7 @@ from aws_lambda_powertools.utilities.typing import LambdaContext
 from functions._entry import entry, logger, metrics
 from functions._environment import services
 from functions._queue import Body, handle_messages
+from microtuning_core.domain.mirror import LATE_MIRRORS
 from microtuning_core.usecases.reconciling import reconcile
 
 
@@ -25,7 +26,10 @@ def _process(_body: Body) -> None:
 
 
 def _tick() -> list[str]:
-    looked_at = reconcile(services())
-    metrics.add_metric(name="OpenRuns", unit=MetricUnit.Count, value=len(looked_at))
-    logger.info("reconciled", extra={"looked_at": looked_at})
-    return looked_at
+    tick = reconcile(services())
+    metrics.add_metric(name="OpenRuns", unit=MetricUnit.Count, value=len(tick.looked_at))
+    metrics.add_metric(name=LATE_MIRRORS, unit=MetricUnit.Count, value=len(tick.late))
+    if tick.oldest_checkpoint_s is not None:
+        metrics.add_metric(name="OldestCheckpointAge", unit=MetricUnit.Seconds, value=tick.oldest_checkpoint_s)
+    logger.info("reconciled", extra={"looked_at": tick.looked_at, "late": tick.late})
+    return tick.looked_at

@@ -1,4 +1,5 @@
-"""Two alarms, inside CloudWatch's ten free ones: something reached a dead-letter queue; nobody could deal with it.
+"""Three alarms, inside CloudWatch's ten free ones: something reached a dead-letter queue; nobody could deal with it; what
+a machine saves does not reach S3.
 
 `on_dead_letter` runs only when a dead-letter queue has a message, so its own metrics stand for all of them.
 """
@@ -12,6 +13,7 @@ from aws_cdk import aws_cloudwatch as cloudwatch
 from constructs import Construct
 
 from infrastructure.names import PREFIX, sub
+from microtuning_core.domain.mirror import LATE_MIRRORS
 
 if TYPE_CHECKING:
     from aws_cdk import aws_lambda as lambda_
@@ -25,6 +27,16 @@ class Alarms(Construct):
         window = cdk.Duration.minutes(5)
         self._alarm("dead-letters", "A message failed four times.", on_dead_letter.metric_invocations(period=window))
         self._alarm("dead-letters-lost", "A dead letter failed as well.", on_dead_letter.metric_errors(period=window))
+        late = cloudwatch.Metric(
+            namespace=sub(PREFIX),
+            metric_name=LATE_MIRRORS,
+            dimensions_map={"service": "reconcile"},
+            statistic=cloudwatch.Stats.MAXIMUM,
+            period=window,
+        )
+        self._alarm(
+            "checkpoints-late", "Checkpoints of a run that trains do not reach S3 (microtuning runs show).", late
+        )
 
     def _alarm(self, name: str, description: str, metric: cloudwatch.Metric) -> None:
         cloudwatch.Alarm(

@@ -18,6 +18,7 @@ from infrastructure.bundles import stage_function
 from infrastructure.grants import GRANTS, Grant, policy, receive_from, write_own_logs
 from infrastructure.names import (
     KEY_ARN,
+    PREFIX,
     construct_id,
     function_name,
     resolved_environment,
@@ -102,7 +103,7 @@ ENVIRONMENT = {
     "STATE_MACHINE_ARN": state_machine_arn(),
     "KMS_KEY_ARN": KEY_ARN,
     "MAX_RUNNING_RUNS": "${MaxRunningRuns}",
-    "POWERTOOLS_METRICS_NAMESPACE": "Microtuning",
+    "POWERTOOLS_METRICS_NAMESPACE": PREFIX,  # stages of one account keep their metrics apart
     "POWERTOOLS_LOG_LEVEL": "INFO",
 }
 

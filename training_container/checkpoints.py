@@ -12,6 +12,7 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from microtuning_core.domain.manifest import (
     step_folder,
     step_of_folder,
 )
+from microtuning_core.domain.retention import superfluous
+from microtuning_core.domain.spec import CheckpointSpec
 
 from .failures import PlatformFailure
 from .paths import sync_folder, write_durably
@@ -93,20 +96,28 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[Checkpoint] | None = None
+        self.took_s = 0.0  # to write the last one
 
     @property
     def is_busy(self) -> bool:
         return self._writing is not None and not self._writing.done()
 
     def begin(
-        self, root: Path, step: int, fill: Callable[[Path], None], described: CheckpointManifest, *, keep: int
+        self,
+        root: Path,
+        step: int,
+        fill: Callable[[Path], None],
+        described: CheckpointManifest,
+        retention: CheckpointSpec,
     ) -> None:
         """Start to write step-<step> (write_checkpoint). What was begun before must have been taken."""
         assert self._writing is None
 
         def write() -> Checkpoint:
+            began_at_s = time.monotonic()
             checkpoint = write_checkpoint(root, step, fill, lambda files: described.model_copy(update={"files": files}))
-            prune(root, keep)
+            prune(root, retention)
+            self.took_s = time.monotonic() - began_at_s
             return checkpoint
 
         self._writing = self._thread.submit(write)
@@ -209,9 +220,22 @@ def newest_step(root: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in newest_first(names)), default=-1)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints, and whatever older folder is not whole."""
+def prune(root: Path, retention: CheckpointSpec) -> None:
+    """Remove the whole checkpoints that need not be kept, and whatever folder older than a kept one is not whole."""
     names = newest_first(path.name for path in root.iterdir() if path.is_dir())
-    whole = [name for name in names if (root / name / MANIFEST_NAME).exists()]
-    for name in names[names.index(whole[keep - 1]) + 1 :] if len(whole) >= keep else []:
-        remove_checkpoint(root / name)
+    manifests = {name: manifest for name in names if (manifest := _manifest_in(root / name)) is not None}
+    doomed = {each.step for each in superfluous(list(manifests.values()), retention)}
+    newest = max((each.step for each in manifests.values()), default=-1)
+    for name in names:
+        step = step_of_folder(name)
+        torn = name not in manifests and step is not None and step < newest
+        if torn or (name in manifests and manifests[name].step in doomed):
+            remove_checkpoint(root / name)
+
+
+def _manifest_in(folder: Path) -> CheckpointManifest | None:
+    """None where there is none, or none that can be read: such a folder is no checkpoint."""
+    try:
+        return CheckpointManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None

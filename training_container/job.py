@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from microtuning_core.domain.record import Record, UsdAmount
+from microtuning_core.domain.reliability import ON_DEMAND_MTBF_S
 from microtuning_core.domain.spec import RunSpec
 
 from .failures import PlatformFailure
@@ -20,7 +21,10 @@ from .paths import MlTree
 
 
 class Plan(Record):
-    """plan.json: where this attempt runs. `micro_batch_size` is in rows; None lets the engine choose by tokens."""
+    """plan.json: where this attempt runs.
+
+    micro_batch_size: in rows; None lets the engine choose by tokens. mtbf_s: mean time between failures there.
+    """
 
     run_id: str
     attempt: PositiveInt
@@ -31,6 +35,7 @@ class Plan(Record):
     micro_batch_size: PositiveInt | None = None
     max_runtime_s: PositiveInt
     price_usd_per_hour: UsdAmount
+    mtbf_s: PositiveInt = ON_DEMAND_MTBF_S
 
 
 @dataclass(frozen=True)

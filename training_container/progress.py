@@ -16,7 +16,9 @@ from microtuning_core.domain.progress import (
     Progress,
     ProgressMetrics,
     Restart,
+    Start,
     TokenCounts,
+    Written,
 )
 
 from .metrics import finite_only
@@ -88,9 +90,11 @@ class ProgressWriter:
         self._path, self._writes = folder / PROGRESS_NAME, writes
         self._identity = {"run_id": run_id, "attempt": attempt, "lineage": lineage}
         self._every_s, self._started_at_s, self._written_at_s = every_s, started_at_s, -float("inf")
-        self.worker_began_at_s = time.monotonic()
+        self.began_at_s, self.worker_began_at_s = started_at_s, time.monotonic()
         self.meter = Meter()
         self.restarts: list[Restart] = []
+        self.starts: list[Start] = []
+        self.checkpoint: Written | None = None
         self.first: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self._go_on_from(self._read())
@@ -109,7 +113,8 @@ class ProgressWriter:
         self.meter.tokens = earlier.tokens.model_dump()
         self.meter.longest_step_s = earlier.longest_step_ms / 1000
         self._started_at_s -= sum(self.meter.seconds.values())
-        self.restarts = list(earlier.restarts)
+        self.restarts, self.starts = list(earlier.restarts), list(earlier.starts)
+        self.checkpoint = earlier.checkpoint
         self.first, self.last = dict(earlier.metrics.first), dict(earlier.metrics.last)
 
     def write(self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False) -> None:
@@ -128,6 +133,8 @@ class ProgressWriter:
             phase_ms=PhaseMs(**{name: round(1000 * seconds) for name, seconds in self.meter.seconds.items()}),
             tokens=TokenCounts(**self.meter.tokens),
             restarts=tuple(self.restarts),
+            starts=tuple(self.starts),
+            checkpoint=self.checkpoint,
             longest_step_ms=round(1000 * self.meter.longest_step_s),
             metrics=ProgressMetrics(
                 first=finite_only(self.first),

@@ -29,10 +29,10 @@ from typing import Any
 from microtuning_core.domain.algorithms import RewardSpec
 from microtuning_core.domain.datasets import Row
 from microtuning_core.domain.manifest import CheckpointManifest
-from microtuning_core.domain.planning import steps_between_checkpoints
-from microtuning_core.domain.progress import Restart
+from microtuning_core.domain.progress import Restart, Start, Written
 
-from .checkpoints import CheckpointWriter
+from .cadence import Cadence
+from .checkpoints import Checkpoint, CheckpointWriter
 from .data import Cursor
 from .engine import Engine
 from .engine.snapshot import bytes_of_state
@@ -105,13 +105,13 @@ class Run:
         self.engine, self.state, self.rows = engine, state, rows
         self.log, self.progress, self.meter = log, progress, progress.meter
         self.total_steps = state.step
-        self._stop_requested, self._restart = stop_requested, restart
+        self._stop_requested, self._restart, self._has_started = stop_requested, restart, False
         self._writer = CheckpointWriter()
         self._parent_pid = os.getppid()
         self._ready_at_s = self._step_began_at_s = time.monotonic()
         self._epoch_ended = False
         self._updates = 1
-        self._every_steps = self.spec.checkpoint.every_steps
+        self._cadence = Cadence(self.spec.checkpoint, mtbf_s=job.plan.mtbf_s, now_s=time.monotonic())
 
     @property
     def reward(self) -> RewardSpec:
@@ -129,7 +129,8 @@ class Run:
         left = windows * updates - self.state.update
         self.total_steps = min(self.state.step + left, self.settings.max_train_steps or self.state.step + left)
         self._updates = updates
-        self._set_cadence(steps_per_epoch=-(-rows // batch) * updates)
+        if notice := self._cadence.fit_to(self.total_steps or None, steps_per_epoch=-(-rows // batch) * updates):
+            self.log.emit("notice", message=notice)
         self.write_progress(at_once=True)
         while self.state.step < self.total_steps and self.state.cursor.epoch < self.settings.epochs:
             self._step_began_at_s = time.monotonic()
@@ -184,34 +185,25 @@ class Run:
 
     def _close_step(self) -> None:
         is_last = self.state.step == self.total_steps
-        saved = not is_last and self._checkpoint_is_due()
+        saved = not is_last and self._checkpoint_is_due(self.state.step, epoch_ended=self._epoch_ended)
         if saved:
             self.save(self.progress.last)
         self._note_what_is_written()
-        self._finish_restart()
+        self._finish_start()
         self.write_progress(at_once=is_last or self.state.step == 1)
         self.leave_if_asked(saved=saved)
 
     def end_warm_step(self) -> None:
         """After each step of the warm start but the last: save on the same cadence, as checkpoint 0."""
-        due = self.state.warm_step % self.spec.checkpoint.every_steps == 0
+        due = self._checkpoint_is_due(self.state.warm_step)
         if due:
             self.save({})
         self.write_progress()
         self.leave_if_asked(saved=due)
 
-    def _set_cadence(self, *, steps_per_epoch: int) -> None:
-        """A cadence that would never save before the run's end is shortened, and the log says so."""
-        cadence = self.spec.checkpoint
-        if cadence.every_epoch and steps_per_epoch < self.total_steps:
-            return
-        self._every_steps, notice = steps_between_checkpoints(cadence.every_steps, self.total_steps or None)
-        if notice:
-            self.log.emit("notice", message=notice)
-
-    def _checkpoint_is_due(self) -> bool:
-        ends_epoch = self.spec.checkpoint.every_epoch and self._epoch_ended
-        return self.state.step % self._every_steps == 0 or ends_epoch
+    def _checkpoint_is_due(self, step: int, *, epoch_ended: bool = False) -> bool:
+        due = self._cadence.is_due(step, epoch_ended=epoch_ended, now_s=time.monotonic())
+        return bool(self.engine.world.most(int(due))) if self._cadence.asks_the_clock else due
 
     def learning_rate(self, default: float) -> float:
         """Of the coming step: rising over warmup_steps, then constant."""
@@ -239,10 +231,12 @@ class Run:
         The next step waits for a copy of the state alone, and for the checkpoint before this one; the final one, and one
         that memory has no room to copy, is on disk when this returns.
         """
+        began_at_s = time.monotonic()
         self._note_what_is_written(wait=True)
         with self.meter.phase("checkpoint"):
             snapshot = self.engine.snapshot(copies=not final and has_room_for(bytes_of_state(self.engine.model)))
             if snapshot is None:
+                self._cadence.saved(now_s=time.monotonic(), stalled_s=time.monotonic() - began_at_s)
                 return
             loop, step = self.state.as_json(), self.state.step
 
@@ -251,9 +245,10 @@ class Run:
                 (folder / LOOP).write_text(loop, encoding="utf-8")
 
             described = self._description(finite_only(metrics), final)
-            self._writer.begin(self.job.tree.checkpoints, step, fill, described, keep=self.spec.checkpoint.keep)
+            self._writer.begin(self.job.tree.checkpoints, step, fill, described, self.spec.checkpoint)
             if final or snapshot.weights is None:
                 self._writer.wait()
+        self._cadence.saved(now_s=time.monotonic(), stalled_s=time.monotonic() - began_at_s)
         self._note_what_is_written()
 
     def _note_what_is_written(self, *, wait: bool = False) -> None:
@@ -262,8 +257,24 @@ class Run:
             with self.meter.phase("checkpoint"):
                 self._writer.wait()
         if (written := self._writer.take()) is not None:
-            manifest = written.manifest
-            self.log.emit("checkpoint", step=manifest.step, bytes=manifest.total_bytes, final=manifest.final)
+            self._say_what_is_written(written, self._writer.took_s)
+
+    def _say_what_is_written(self, written: Checkpoint, took_s: float) -> None:
+        self._cadence.written(took_s=took_s)
+        self.progress.checkpoint = Written(step=written.manifest.step, at=datetime.now(UTC))
+        manifest, best = written.manifest, self.spec.checkpoint.best_metric
+        self.log.emit(
+            "checkpoint",
+            step=manifest.step,
+            bytes=manifest.total_bytes,
+            final=manifest.final,
+            written_ms=round(1000 * took_s),
+        )
+        if best is not None and best not in manifest.metrics and manifest.step > 0:
+            known = ", ".join(sorted(manifest.metrics)) or "none"
+            self.log.emit(
+                "notice", message=f"checkpoint.best_metric: no {best} at step {manifest.step}; metrics are {known}"
+            )
 
     def await_checkpoint(self) -> None:
         """Go on only once the last checkpoint is on disk."""
@@ -299,7 +310,7 @@ class Run:
         before = {f"{name}_before": value for name, value in self.state.eval_before.items()}
         after = {f"{name}_after": value for name, value in self.state.eval_after.items()}
         self.save({**self.progress.last, **before, **after}, final=True)
-        self._finish_restart()
+        self._finish_start()
         self.write_progress(at_once=True)
 
     # --- reporting ------------------------------------------------------------------------------------------------------
@@ -333,11 +344,14 @@ class Run:
             self.write_progress(at_once=True)
             raise Stopped("asked to stop")
 
-    def announce_restart(self) -> None:
-        """Record a restart in place as soon as it is done; its first step is timed when it ends."""
+    def announce_start(self) -> None:
+        """Record how this worker came to be, as soon as it can train; its first step is timed when it ends."""
+        self._ready_at_s = now_s = time.monotonic()
         if self._restart is None:
+            restore_ms = round(1000 * (now_s - self.progress.began_at_s))
+            self.progress.starts.append(Start(at=datetime.now(UTC), restore_ms=restore_ms))
             return
-        clock, now_s = self._restart, time.monotonic()
+        clock = self._restart
         self.progress.restarts.append(
             Restart(
                 cause=clock.cause,
@@ -348,14 +362,16 @@ class Run:
                 restore_ms=round(1000 * (now_s - self.progress.worker_began_at_s)),
             )
         )
-        self._ready_at_s = now_s
         self.write_progress(at_once=True)
 
-    def _finish_restart(self) -> None:
-        if self._restart is None:
+    def _finish_start(self) -> None:
+        if self._has_started:
             return
-        self._restart = None
+        self._has_started = True
         first_step_ms = round(1000 * (time.monotonic() - self._ready_at_s))
-        self.progress.restarts[-1] = self.progress.restarts[-1].model_copy(update={"first_step_ms": first_step_ms})
-        self.log.emit("recovery", step=self.state.step, **self.progress.restarts[-1].model_dump(mode="json"))
+        if self._restart is None:
+            self.progress.starts[-1] = self.progress.starts[-1].model_copy(update={"first_step_ms": first_step_ms})
+        else:
+            self.progress.restarts[-1] = self.progress.restarts[-1].model_copy(update={"first_step_ms": first_step_ms})
+            self.log.emit("recovery", step=self.state.step, **self.progress.restarts[-1].model_dump(mode="json"))
         self.write_progress(at_once=True)

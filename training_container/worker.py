@@ -137,7 +137,7 @@ def begin(
         state.finished, state.eval_after = False, {}  # this lineage begins where another, or another run, had ended
     run = Run(job, engine, state, rows=rows, log=log, progress=progress, stop_requested=stop, restart=restart)
     progress.meter.add_seconds("load", time.monotonic() - started_at_s)
-    run.announce_restart()
+    run.announce_start()
     log.emit("phase", phase="training", step=state.step, weights=sum(p.numel() for p in engine.model.parameters()))
     return run
 

@@ -1,7 +1,9 @@
 """What is known of runs as plain JSON: the shapes of `--json`, whose keys never change their meaning.
 
     runs list     {"runs": [{"run_id", "tenant", "name", "status", "reason", "created_at", "cost_usd"}]}
-    runs show     {"run_id", "status", "reason", "attempts", "checkpoints", "metrics", "cost", "execution_arn"}
+    runs show     {"run_id", "status", "reason", "attempts", "recoveries", "checkpoints", "checkpointed_at",
+                   "mirror_late_since", "metrics", "cost", "execution_arn"}
+    a recovery    {"cause", "at", "detect_ms", "decide_ms", "provision_ms", "restore_ms", "first_step_ms", "total_ms"}
     checkpoints   {"checkpoints": [{"lineage", "step", "uri", "whole"}]}
     cost          {"total_usd", "lines"}
 
@@ -15,13 +17,14 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.cost import amount_usd, cost_so_far, latest, total
+from microtuning_core.domain.recovery import STAGES, recoveries, total_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from microtuning_core.aws.runs import Checkpoint
     from microtuning_core.domain.cost import LedgerEntry
-    from microtuning_core.domain.run import Attempt, Run
+    from microtuning_core.domain.run import Attempt, Recovery, Run
 
 View = dict[str, Any]
 
@@ -48,7 +51,10 @@ def run_view(run: Run, checkpoints: Sequence[Checkpoint], entries: Sequence[Ledg
         "status": run.status.value,
         "reason": run.reason,
         "attempts": [_attempt_view(attempt) for attempt in run.attempts],
+        "recoveries": [_recovery_view(each) for each in recoveries(run)],
         **checkpoints_view(checkpoints),
+        "checkpointed_at": when(run.checkpointed_at),
+        "mirror_late_since": when(run.mirror_late_since),
         "metrics": {
             "first": run.metrics.first | run.metrics.eval_before,
             "last": run.metrics.last | run.metrics.eval_after,
@@ -73,6 +79,14 @@ def _attempt_view(attempt: Attempt) -> View:
         "billed_s": attempt.billed_s,
         "recoveries": [recovery.model_dump(mode="json") for recovery in attempt.recoveries],
     }
+
+
+def _recovery_view(recovery: Recovery) -> View:
+    return (
+        {"cause": recovery.cause, "at": when(recovery.at)}
+        | {name: getattr(recovery, name) for name in STAGES}
+        | {"total_ms": total_ms(recovery)}
+    )
 
 
 def checkpoints_view(checkpoints: Iterable[Checkpoint]) -> View:

@@ -80,7 +80,7 @@ def test_a_worker_killed_in_mid_run_changes_no_bit_of_the_result(
         os.kill(pid, signal.SIGKILL)
     assert weights_of(run, tmp_path) == undisturbed
     assert len(run.record.attempts) == 1
-    assert run.record.attempts[0].recoveries
+    assert all(each["total_ms"] is not None for each in run.view()["recoveries"]) and run.view()["recoveries"]
     assert [event["step"] for event in run.metrics()] == list(range(1, 17))
 
 
@@ -95,6 +95,9 @@ def test_a_job_killed_whole_is_made_good_by_a_second_attempt_with_the_same_bits(
     first, second = run.record.attempts
     assert first.failure is not None
     assert (first.failure.failure_class, second.plan) == ("platform", first.plan)
+    (recovery,) = run.view()["recoveries"]
+    assert recovery["cause"] == "platform"
+    assert None not in recovery.values()
 
 
 def test_a_reclaimed_spot_machine_is_recovered_in_the_same_job_with_the_same_bits(
@@ -106,7 +109,9 @@ def test_a_reclaimed_spot_machine_is_recovered_in_the_same_job_with_the_same_bit
     assert weights_of(run, tmp_path) == undisturbed
     (attempt,) = run.record.attempts
     assert attempt.plan.spot
-    assert [recovery.cause for recovery in attempt.recoveries]
+    (recovery,) = run.view()["recoveries"]
+    assert (recovery["cause"], recovery["detect_ms"], recovery["decide_ms"]) == ("interrupted", None, None)
+    assert None not in [recovery[name] for name in ("provision_ms", "restore_ms", "first_step_ms", "total_ms")]
     assert attempt.billed_s is not None
     assert attempt.training_s is not None
     assert attempt.billed_s < attempt.training_s

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from microtuning_core.domain.mirror import LATE_MIRRORS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -321,8 +323,16 @@ def test_every_task_has_one_catch_for_everything_and_waits_have_thirty_days() ->
             assert all(each.startswith("Lambda.") for each in retry["ErrorEquals"])
 
 
+def test_an_alarm_watches_whether_checkpoints_reach_s3_by_the_metric_that_reconcile_writes(aws: Any) -> None:
+    (alarm,) = [each for each in aws.of_type("AWS::CloudWatch::Alarm").values() if each["MetricName"] == LATE_MIRRORS]
+    (reconcile,) = [each for each in aws.of_type("AWS::Lambda::Function").values() if "reconcile" in each["Handler"]]
+    written = reconcile["Environment"]["Variables"]
+    assert alarm["Namespace"] == written["POWERTOOLS_METRICS_NAMESPACE"]
+    assert alarm["Dimensions"] == [{"Name": "service", "Value": written["POWERTOOLS_SERVICE_NAME"]}]
+
+
 def test_two_alarms_watch_the_consumer_of_dead_letters(aws: Any) -> None:
-    alarms = list(aws.of_type("AWS::CloudWatch::Alarm").values())
+    alarms = [each for each in aws.of_type("AWS::CloudWatch::Alarm").values() if each["MetricName"] != LATE_MIRRORS]
     watched = next(
         key for key, each in aws.of_type("AWS::Lambda::Function").items() if "on_dead_letter" in each["Handler"]
     )

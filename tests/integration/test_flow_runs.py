@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from microtuning_core.domain.catalog import find
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.layout import checkpoints_prefix
 from microtuning_core.domain.quota import Limits
@@ -175,10 +176,10 @@ def test_bad_numerics_begin_a_second_lineage_at_the_last_checkpoint(stage: Stage
     assert stage.keys(checkpoints_prefix(run.run_id, 2) + "step-3/manifest.json")
 
 
-def test_a_run_out_of_memory_goes_on_with_a_smaller_micro_batch(stage: StageUnderTest) -> None:
+def test_a_run_out_of_memory_goes_on_on_a_larger_machine(stage: StageUnderTest) -> None:
     run = stage.ended(stage.submit("memory_once"))
-    first, second = [each.plan.micro_batch_size for each in run.attempts]
-    assert (run.status, second) == ("completed", (first or 16) // 2)
+    first, second = [find(each.plan.instance_type).memory_for_training_gib for each in run.attempts]
+    assert (run.status, second > first) == ("completed", True)
 
 
 def test_three_billed_attempts_without_a_checkpoint_end_the_run(stage: StageUnderTest) -> None:

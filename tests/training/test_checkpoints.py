@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from microtuning_core.domain.spec import CheckpointSpec
 from training_container import checkpoints
 from training_container.checkpoints import CheckpointWriter
 from training_container.engine import Engine
@@ -97,13 +98,13 @@ def test_what_was_begun_is_whole_before_a_stop_is_obeyed(
     assert box.checkpoints == ["step-2", "step-4"]
 
 
-def test_a_writer_gives_what_it_wrote_once_and_raises_what_it_met() -> None:
+def test_a_writer_gives_what_it_wrote_once_and_raises_what_it_met(tmp_path: Path) -> None:
     def broken(_: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     writer = CheckpointWriter()
     assert writer.take() is None
-    writer.begin(Path("nowhere"), 1, broken, None, keep=1)  # type: ignore[arg-type]
+    writer.begin(tmp_path, 1, broken, None, CheckpointSpec())  # type: ignore[arg-type]
     writer.wait()
     with pytest.raises(OSError, match="Input/output error"):
         writer.take()

@@ -154,7 +154,10 @@ def test_a_run_resumed_exactly_at_an_epoch_end_makes_6_steps_and_sees_each_row_3
 ) -> None:
     case = json.loads((Path(__file__).parents[1] / "cases" / "c41_epoch_boundary.json").read_text("utf-8"))
     settings = SFT | {"batch_size": case["batch"], "epochs": case["epochs"]}
-    calm, stopped = (a_box(name=name, algorithm=settings, rows=rows(case["rows"])) for name in ("calm", "stopped"))
+    calm, stopped = (
+        a_box(name=name, algorithm=settings, rows=rows(case["rows"]), spec={"checkpoint": {"every_steps": 100}})
+        for name in ("calm", "stopped")
+    )
     assert calm.work() == 0
     assert stopped.work(stop=lambda: len(stopped.steps) == case["stop_after_step"]) == 128 + signal.SIGTERM
     assert stopped.checkpoints == ["step-2"]

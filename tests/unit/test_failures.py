@@ -242,10 +242,8 @@ def test_the_third_unbilled_platform_failure_in_a_row_waits_so_that_a_free_loop_
     assert after(free, free, free) == Action(ActionKind.WAIT_FOR_CAPACITY, 60)
 
 
-def test_memory_first_halves_the_micro_batch_and_then_takes_a_larger_type():
-    first = attempt(FC.MEMORY, micro_batch_size=8)
-    assert after(first).kind is ActionKind.SMALLER_MICRO_BATCH
-    assert after(first, attempt(FC.MEMORY, micro_batch_size=4)).kind is ActionKind.NEXT_CANDIDATE
+def test_memory_asks_for_another_machine_as_the_container_has_halved_micro_batches_itself():
+    assert after(attempt(FC.MEMORY, micro_batch_size=8)) == Action(ActionKind.NEXT_CANDIDATE)
 
 
 def test_bad_numerics_get_one_new_lineage_and_then_fail_with_the_evidence():

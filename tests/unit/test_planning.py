@@ -292,21 +292,27 @@ def test_a_run_that_found_room_on_the_third_type_stays_there_after_a_platform_fa
     assert types[-1] == types[-2] == "ml.m5.xlarge"
 
 
-def test_out_of_memory_halves_the_micro_batch_and_then_takes_a_larger_type_without_halving_again():
-    first, halved, larger = plans_after(tiny(), FC.MEMORY, FC.MEMORY)
-    assert [plan.micro_batch_size for plan in (first, halved, larger)] == [None, 128, 128]
-    assert (first.instance_type, halved.instance_type) == ("ml.m5.large", "ml.m5.large")
+def test_out_of_memory_takes_a_larger_type_as_the_container_has_halved_in_place():
+    first, larger, largest = plans_after(tiny(), FC.MEMORY, FC.MEMORY)
+    assert [plan.micro_batch_size for plan in (first, larger, largest)] == [None, None, None]
+    assert first.instance_type == "ml.m5.large"
     assert larger.instance_type == "ml.m5.xlarge"  # 16 GiB; ml.c5.xlarge is cheaper and has 8
+    assert find(largest.instance_type).memory_for_training_gib > find(larger.instance_type).memory_for_training_gib
 
 
-def test_a_micro_batch_stays_small_after_a_later_failure_of_another_kind():
-    plans = plans_after(tiny(), FC.MEMORY, FC.PLATFORM)
-    assert [plan.micro_batch_size for plan in plans] == [None, 128, 128]
+def test_a_larger_type_is_kept_after_a_later_failure_of_another_kind():
+    _, larger, again = plans_after(tiny(), FC.MEMORY, FC.PLATFORM)
+    assert larger == again
 
 
-def test_without_a_larger_type_halving_goes_on_down_to_one():
-    plans = plans_after(tiny(instance="ml.m5.large", batch_size=8), FC.MEMORY, FC.MEMORY, FC.MEMORY)
-    assert [plan.micro_batch_size for plan in plans] == [None, 4, 2, 1]
+def test_without_a_larger_type_micro_batches_go_below_what_the_container_tried():
+    plans = plans_after(tiny(instance="ml.m5.large", batch_size=256), FC.MEMORY, FC.MEMORY)
+    assert [plan.micro_batch_size for plan in plans] == [None, 16, 1]
+
+
+def test_a_run_whose_smallest_micro_batch_was_tried_ends_in_nothing_fits():
+    with pytest.raises(NothingFits):
+        plans_after(tiny(instance="ml.m5.large", batch_size=8), FC.MEMORY)
 
 
 def test_a_micro_batch_of_one_that_still_does_not_fit_on_the_only_type_ends_in_nothing_fits():

@@ -88,7 +88,14 @@ def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
     checkpoint = Checkpoint(1, 40, "s3://bucket/step-40/", True, {}, "2026-01-02T03:05:05+00:00")
     view = json.loads(json.dumps(_views.run_view(run, [checkpoint], [an_entry()], "arn:execution")))
     assert list(view) == [
-        "run_id", "status", "reason", "attempts", "checkpoints", "metrics", "cost", "execution_arn",
+        "run_id", "status", "reason", "attempts", "recoveries", "checkpoints", "checkpointed_at", "mirror_late_since",
+        "metrics", "cost", "execution_arn",
+    ]  # fmt: skip
+    assert view["recoveries"] == [
+        {
+            "cause": "worker killed", "at": "2026-01-02T03:04:05Z", "detect_ms": 10, "decide_ms": None,
+            "provision_ms": None, "restore_ms": None, "first_step_ms": None, "total_ms": None,
+        }
     ]  # fmt: skip
     assert list(view["attempts"][0]) == [
         "attempt", "job_name", "instance_type", "count", "spot", "outcome", "failure_class", "created_at",

@@ -51,6 +51,7 @@ class Checkpoint:
     whole: bool
     metrics: dict[str, float]
     created_at: str
+    final: bool = False
 
 
 class RunStore:
@@ -185,6 +186,7 @@ class RunStore:
             True,
             manifest.metrics,
             manifest.created_at.isoformat(),
+            manifest.final,
         )
         document = json.dumps(checkpoint.__dict__)
         self._put(manifest.run_id, _checkpoint_sk(manifest.lineage, manifest.step), {"record": {"S": document}})

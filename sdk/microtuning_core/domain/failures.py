@@ -53,7 +53,10 @@ class Failure:
 
 
 class AttemptSummary(Value):
-    """One settled attempt, as far as the next step depends on it. `checkpoint_step`: newest whole step at its end."""
+    """One settled attempt, as far as the next step depends on it.
+
+    checkpoint_step: newest whole step at its end. recoveries: from which it came back by itself.
+    """
 
     failure_class: FailureClass | None
     billed_s: int
@@ -62,13 +65,13 @@ class AttemptSummary(Value):
     micro_batch_size: int | None
     spot: bool
     lineage: int = 1
+    recoveries: int = 0
 
 
 class ActionKind(StrEnum):
     RETRY_SAME = "retry_same"
     NEXT_CANDIDATE = "next_candidate"
     WAIT_FOR_CAPACITY = "wait_for_capacity"
-    SMALLER_MICRO_BATCH = "smaller_micro_batch"
     NEW_LINEAGE = "new_lineage"
     GIVE_UP = "give_up"
     STOP = "stop"
@@ -284,7 +287,7 @@ ACTIONS: dict[FailureClass, tuple[ActionKind, ...]] = {
     FailureClass.THROTTLED: (_K.RETRY_SAME,),  # the message returns to its queue; no attempt is used up
     FailureClass.PLATFORM: (_K.RETRY_SAME,),
     FailureClass.INTERRUPTED: (_K.RETRY_SAME,),
-    FailureClass.MEMORY: (_K.SMALLER_MICRO_BATCH, _K.NEXT_CANDIDATE),
+    FailureClass.MEMORY: (_K.NEXT_CANDIDATE,),  # with more memory: the container has tried smaller micro-batches itself
     FailureClass.NUMERICS: (_K.NEW_LINEAGE, _K.GIVE_UP),
     FailureClass.USER: (_K.GIVE_UP,),
     FailureClass.DEADLINE: (_K.STOP,),
@@ -329,8 +332,6 @@ def _is_spent(failure_class: FailureClass, history: Sequence[AttemptSummary], ca
     match failure_class:
         case FailureClass.CAPACITY | FailureClass.QUOTA:
             return _sweep_excess(history, candidates) > 0
-        case FailureClass.MEMORY:
-            return _memory_failures_on_last_type(history) >= 2
         case FailureClass.NUMERICS:
             return any(each.failure_class is FailureClass.NUMERICS for each in history[:-1])
     return False
@@ -359,13 +360,6 @@ def _trailing(history: Sequence[AttemptSummary], belongs: Callable[[AttemptSumma
     while start and belongs(history[start - 1]):
         start -= 1
     return list(history[start:])
-
-
-def _memory_failures_on_last_type(history: Sequence[AttemptSummary]) -> int:
-    return sum(
-        each.failure_class is FailureClass.MEMORY and each.instance_type == history[-1].instance_type
-        for each in history
-    )
 
 
 def billed_without_progress(history: Sequence[AttemptSummary]) -> int:

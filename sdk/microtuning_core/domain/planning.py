@@ -34,6 +34,7 @@ DEAREST_TO_CHEAPEST = 8  # a plan nobody asked for by name never costs more than
 SHORTEST_RUNTIME_S = 300
 STOP_RESERVE_S = 180  # of the budget: 120 s between SIGTERM and the end, and the upload
 RUNTIME_GIB = 1.5  # interpreter, libraries, CUDA context
+HALVED_IN_PLACE = 8  # the container tries micro-batches down to an eighth before an attempt fails for memory
 USABLE_SHARE = 0.9  # the rest goes to fragmentation, and to what a GPU of nominal size does not show
 
 
@@ -77,6 +78,7 @@ class PlanRequest(Value):
     batch_size: rows or completions an optimizer step (a pair is two rows); None = the script's own business.
     frozen: models beside the trained one that only answer: a teacher, a reference without an adapter, reward models.
     total_steps: optimizer steps of the whole run; None = not known, and then spot "auto" means on-demand.
+    checkpoint_every_steps: None = by time.
     expected_s: how long it will train, where somebody knows.
     spent_usd: what earlier attempts cost; the budget covers them too.
     """
@@ -99,7 +101,7 @@ class PlanRequest(Value):
     budget_usd: UsdAmount | None = None
     spent_usd: UsdAmount = Decimal(0)
     total_steps: int | None = Field(None, ge=1)
-    checkpoint_every_steps: int = Field(500, ge=1)
+    checkpoint_every_steps: int | None = Field(None, ge=1)
     expected_s: int | None = Field(None, ge=0)
 
 
@@ -317,8 +319,10 @@ def _notices(request: PlanRequest, row: InstanceType) -> tuple[str, ...]:
         found.append(f"{row.instance_type} has no bfloat16 in hardware: float32 is used instead")
     if not _fits(request, row, 1):
         found.append(f"{row.instance_type} was named, but may be too small for this run")
-    notice = steps_between_checkpoints(request.checkpoint_every_steps, request.total_steps)[1]
-    return (*found, notice) if notice else tuple(found)
+    if request.checkpoint_every_steps is not None:
+        notice = steps_between_checkpoints(request.checkpoint_every_steps, request.total_steps)[1]
+        found += [notice] if notice else []
+    return tuple(found)
 
 
 # ----------------------------------------------------------------------------------------------- budget and spot
@@ -374,8 +378,8 @@ def choose_plan(request: PlanRequest, history: Sequence[AttemptSummary]) -> Plan
     """The plan of the next attempt.
 
     The first attempt takes the cheapest candidate; after no capacity or quota the one tried least in this streak; after
-    memory the same with half the micro-batch, and after a second time a type with more memory; else the same again. The
-    run time is counted anew each time, since the budget may have shrunk.
+    memory a type with more of it, and where there is none a micro-batch smaller than those the container has tried; else
+    the same again. The run time is counted anew each time, since the budget may have shrunk.
 
     Args:
         history: the settled attempts, oldest first.
@@ -402,32 +406,29 @@ def _same_again(plans: Sequence[Plan], last: AttemptSummary) -> Plan:
 
 
 def _rows_left(request: PlanRequest, history: Sequence[AttemptSummary]) -> list[InstanceType]:
-    """The types with more memory than those that proved too small; all of them while halving is all that is left."""
-    too_small = [find(each.instance_type).memory_for_training_gib for each in _proved_too_small(request, history)]
+    """The types with more memory than those that proved too small; all of them where only micro-batches can shrink."""
+    failed = [each for each in history if each.failure_class is FailureClass.MEMORY]
+    too_small = [find(each.instance_type).memory_for_training_gib for each in failed]
     try:
         return _fitting_rows(request, above_gib=max(too_small, default=0))
     except NothingFits:
-        if (_micro_batch_of(request, history[-1]) or 1) == 1:
+        if any((_tried_down_to(request, each) or 1) == 1 for each in failed):
             raise
         return _fitting_rows(request)
 
 
-def _proved_too_small(request: PlanRequest, history: Sequence[AttemptSummary]) -> list[AttemptSummary]:
-    """Memory failures that halving does not answer: the second on a type, or one where nothing is left to halve."""
-    failed = [each for each in history if each.failure_class is FailureClass.MEMORY]
-    times = Counter(each.instance_type for each in failed)
-    return [each for each in failed if times[each.instance_type] >= 2 or (_micro_batch_of(request, each) or 1) == 1]
-
-
-def _micro_batch_of(request: PlanRequest, attempt: AttemptSummary) -> int | None:
-    return attempt.micro_batch_size or request.batch_size
+def _tried_down_to(request: PlanRequest, attempt: AttemptSummary) -> int | None:
+    """The smallest micro-batch that ran out of memory in that attempt; None where a script has its own."""
+    size = attempt.micro_batch_size or request.batch_size
+    return max(1, size // HALVED_IN_PLACE) if size else None
 
 
 def _with_smaller_micro_batch(request: PlanRequest, plan: Plan, history: Sequence[AttemptSummary]) -> Plan:
-    """Half of what ran out of memory on this type, and no more than what did on another."""
-    sizes = [plan.micro_batch_size] if plan.micro_batch_size else []
-    for each in history:
-        size = _micro_batch_of(request, each)
-        if each.failure_class is FailureClass.MEMORY and size:
-            sizes.append(max(1, size // 2) if each.instance_type == plan.instance_type else size)
-    return plan.model_copy(update={"micro_batch_size": min(sizes, default=None)})
+    """Half of the smallest that ran out of memory on this type."""
+    failed = [
+        each
+        for each in history
+        if (each.failure_class, each.instance_type) == (FailureClass.MEMORY, plan.instance_type)
+    ]
+    sizes = [plan.micro_batch_size, *(max(1, (_tried_down_to(request, each) or 2) // 2) for each in failed)]
+    return plan.model_copy(update={"micro_batch_size": min((size for size in sizes if size), default=None)})

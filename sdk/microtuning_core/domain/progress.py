@@ -6,6 +6,8 @@ The container rewrites it by rename at most every ten seconds; the mirror of the
      "total_steps": 100, "at": "2026-01-02T03:04:05.678900Z", "longest_step_ms": 310,
      "phase_ms": {"load": 900, "rollout": 8000, "reward": 90, "update": 7000, "checkpoint": 60, "idle": 0},
      "tokens": {"prefill": 5120, "sampled": 71680, "trained": 71680}, "restarts": [],
+     "starts": [{"at": "2026-01-02T03:03:40.000000Z", "restore_ms": 900, "first_step_ms": 300}],
+     "checkpoint": {"step": 36, "at": "2026-01-02T03:04:04.100000Z"},
      "metrics": {"first": {"reward": 0.2}, "last": {"reward": 0.7, "tokens_per_s": 5100.0},
      "eval_before": {"eval_accuracy": 0.3}, "eval_after": {}}}
 """
@@ -50,6 +52,21 @@ class Restart(Value):
     first_step_ms: NonNegativeInt = 0
 
 
+class Start(Value):
+    """A machine's beginning, or beginning again: ms until it could train, and of its first step once that is done."""
+
+    at: UtcTime
+    restore_ms: NonNegativeInt = 0
+    first_step_ms: NonNegativeInt | None = None
+
+
+class Written(Value):
+    """The newest whole checkpoint on the machine's own disk, and since when it is there."""
+
+    step: NonNegativeInt
+    at: UtcTime
+
+
 class ProgressMetrics(Value):
     """Metrics of the first and the newest step, and of the evaluations; a value that is not finite is left out."""
 
@@ -60,7 +77,10 @@ class ProgressMetrics(Value):
 
 
 class Progress(Record):
-    """How far a job is. `longest_step_ms` tells a silent job from a slow one."""
+    """How far a job is. `longest_step_ms` tells a silent job from a slow one.
+
+    restarts: of workers, in place. starts: of machines: one, and one more for each that spot took away and gave again.
+    """
 
     run_id: str
     attempt: PositiveInt
@@ -71,5 +91,7 @@ class Progress(Record):
     phase_ms: PhaseMs = Field(default_factory=PhaseMs)
     tokens: TokenCounts = Field(default_factory=TokenCounts)
     restarts: tuple[Restart, ...] = ()
+    starts: tuple[Start, ...] = ()
+    checkpoint: Written | None = None
     longest_step_ms: NonNegativeInt = 0
     metrics: ProgressMetrics = Field(default_factory=ProgressMetrics)

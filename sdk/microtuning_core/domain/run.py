@@ -17,6 +17,7 @@ from typing import Any, Literal
 from microtuning_core.domain.errors import IllegalTransition
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.names import parse_run_id
+from microtuning_core.domain.progress import Start, Written
 from microtuning_core.domain.record import Record, UsdAmount, UtcTime, Value
 from microtuning_core.domain.spec import RunSpec
 
@@ -96,6 +97,8 @@ class Attempt(Value):
     ended_at: UtcTime | None = None
     billed_s: int | None = None
     training_s: int | None = None
+    settled_at: UtcTime | None = None  # when its end was understood
+    starts: tuple[Start, ...] = ()
     outcome: Outcome | None = None
     failure: FailureNote | None = None
     checkpoint_step: int | None = None
@@ -130,6 +133,7 @@ class Liveness(Value):
     step: int
     total_steps: int | None = None
     longest_step_ms: int = 0
+    checkpoint: Written | None = None  # the newest on the machine's own disk
 
 
 class Run(Record):
@@ -159,6 +163,8 @@ class Run(Record):
     reopenings: int = 0  # how often it was taken up again after it was over
     attempts: tuple[Attempt, ...] = ()
     last_checkpoint: CheckpointRef | None = None
+    checkpointed_at: UtcTime | None = None  # when the last one was made
+    mirror_late_since: UtcTime | None = None  # while what the machine saves does not reach S3
     liveness: Liveness | None = None
     metrics: RunMetrics = RunMetrics()
     cost_usd: UsdAmount | None = None

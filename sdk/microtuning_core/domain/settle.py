@@ -206,6 +206,7 @@ def _settle(
         outcome=outcome,
         failure=_note(failure) if failure else None,
         ended_at=(job.ended_at if job else None) or facts.now,
+        settled_at=facts.now,
         billed_s=(job.billed_s or 0) if job else billed_s,
         training_s=(job.training_s or 0) if job else billed_s,
         checkpoint_step=facts.newest_step if facts.newest_step is not None else _registered_step(run),
@@ -290,6 +291,7 @@ def history(run: Run) -> list[AttemptSummary]:
             micro_batch_size=each.plan.micro_batch_size,
             spot=each.plan.spot,
             lineage=each.lineage,
+            recoveries=len(each.recoveries),
         )
         for each in run.attempts
         if each.is_settled
@@ -389,11 +391,11 @@ def closed(run: Run, now: datetime, error: str | None = None) -> Run:
     return ended.with_(status=RunStatus(verdict), ended_at=now)
 
 
-def register_checkpoint(run: Run, lineage: int, step: int) -> Run:
+def register_checkpoint(run: Run, lineage: int, step: int, made_at: datetime | None = None) -> Run:
     """The newest whole checkpoint of the current lineage; older news changes nothing."""
     if lineage != run.lineage:
         return run
     last = run.last_checkpoint
     if last and last.lineage == lineage and last.step >= step:
         return run
-    return run.with_(last_checkpoint=CheckpointRef(lineage=lineage, step=step))
+    return run.with_(last_checkpoint=CheckpointRef(lineage=lineage, step=step), checkpointed_at=made_at)

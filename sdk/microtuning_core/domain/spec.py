@@ -107,9 +107,16 @@ class ComputeSpec(Value):
 
 
 class CheckpointSpec(Value):
-    every_steps: int = Field(500, ge=1)
+    """When a run saves, by whichever comes first, and what of it is kept."""
+
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="auto: as often as pays, by what a checkpoint costs and how often machines of its kind fail"
+    )
+    every_seconds: int | None = Field(None, ge=1, description="of training; instead of auto, or beside every_steps")
     every_epoch: bool = True
-    keep: int = Field(2, ge=1, description="whole checkpoints kept of a lineage, beside the last of the run")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept of a lineage")
+    best_metric: str | None = Field(None, description="the checkpoint that is best by this metric is kept as well")
+    best_is: Literal["highest", "lowest"] = "highest"
 
 
 class CodeSpec(Value):

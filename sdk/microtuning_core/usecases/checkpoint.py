@@ -6,6 +6,8 @@ from microtuning_core.domain.errors import MicrotuningError, NotYetWhole
 from microtuning_core.domain.layout import CheckpointKey, progress_key, step_prefix
 from microtuning_core.domain.manifest import MANIFEST_NAME, CheckpointManifest
 from microtuning_core.domain.progress import Progress
+from microtuning_core.domain.recovery import newly_complete
+from microtuning_core.domain.retention import superfluous
 from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics
 from microtuning_core.domain.settle import register_checkpoint
 from microtuning_core.usecases.services import Services
@@ -25,18 +27,16 @@ def register(services: Services, key: CheckpointKey) -> None:
     if any(sizes.get(prefix + file.path) != file.bytes for file in manifest.files):
         raise NotYetWhole(f"checkpoint {prefix}")
     services.runs.put_checkpoint(manifest)
-    run = services.runs.update(key.run_id, lambda run: register_checkpoint(run, key.lineage, step))
+    run = services.runs.update(key.run_id, lambda run: register_checkpoint(run, key.lineage, step, manifest.created_at))
     prune(services, run)
 
 
 def prune(services: Services, run: Run) -> None:
-    """Keeps the newest `checkpoint.keep` of the current lineage, and never touches what the run is at or came from."""
+    """Removes what the spec does not want kept of the current lineage, and nothing that the run is at or goes back to."""
     registered = [each for each in services.runs.checkpoints(run.run_id) if each.lineage == run.lineage]
     wanted = (run.last_checkpoint, run.rollback_to)
     in_use = {each.step for each in wanted if each and each.lineage == run.lineage}
-    for old in registered[: -run.spec.checkpoint.keep]:
-        if old.step in in_use:
-            continue
+    for old in superfluous(registered, run.spec.checkpoint, in_use=in_use):
         prefix = step_prefix(run.run_id, old.lineage, old.step)
         # The manifest first: what is half deleted must not look whole.
         services.objects.delete([prefix + MANIFEST_NAME])
@@ -44,12 +44,25 @@ def prune(services: Services, run: Run) -> None:
         services.runs.delete_checkpoint(run.run_id, old.lineage, old.step)
 
 
-def hear_progress(services: Services, key: CheckpointKey) -> None:
-    """The sign of life: step, metrics and restarts of the current attempt, as progress.json has them."""
+def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
+    """The sign of life: step, metrics and restarts of the current attempt, as progress.json has them.
+
+    Returns:
+        The recoveries that ended with it: their first new step had not been heard of before.
+    """
     document = services.objects.read(progress_key(key.run_id, key.lineage))
-    if document is not None:
-        progress = Progress.model_validate_json(document)
-        services.runs.update(key.run_id, lambda run: with_progress(run, progress))
+    if document is None:
+        return []
+    progress = Progress.model_validate_json(document)
+    found: list[Recovery] = []
+
+    def heard(run: Run) -> Run:
+        after = with_progress(run, progress)
+        found[:] = newly_complete(run, after)
+        return after
+
+    services.runs.update(key.run_id, heard)
+    return found
 
 
 def with_progress(run: Run, progress: Progress) -> Run:
@@ -61,12 +74,14 @@ def with_progress(run: Run, progress: Progress) -> Run:
     restarts = tuple(Recovery(**each.model_dump()) for each in progress.restarts)
     known = {(each.cause, each.at) for each in restarts}
     others = tuple(each for each in current.recoveries if (each.cause, each.at) not in known)
-    return run.with_current(recoveries=tuple(sorted((*others, *restarts), key=lambda each: each.at))).with_(
+    recoveries = tuple(sorted((*others, *restarts), key=lambda each: each.at))
+    return run.with_current(recoveries=recoveries, starts=progress.starts).with_(
         liveness=Liveness(
             at=progress.at,
             step=progress.step,
             total_steps=progress.total_steps,
             longest_step_ms=progress.longest_step_ms,
+            checkpoint=progress.checkpoint,
         ),
         metrics=RunMetrics(
             first=run.metrics.first or dict(progress.metrics.first),

@@ -20,6 +20,7 @@ from microtuning_core.domain.planning import (
     PlanRequest,
     choose_plan,
 )
+from microtuning_core.domain.reliability import mtbf_s
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
@@ -92,7 +93,8 @@ def _write_config(services: Services, run: Run, attempt: Attempt) -> None:
 def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads(attempt.plan.model_dump_json())
     identity = {"schema_version": 1, "run_id": run.run_id, "attempt": attempt.attempt, "lineage": attempt.lineage}
-    return identity | plan
+    lasts_s = mtbf_s(spot=attempt.plan.spot, count=attempt.plan.count, history=history(run))
+    return identity | plan | {"mtbf_s": lasts_s}
 
 
 def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
@@ -136,7 +138,7 @@ def request_for(
         budget_usd=spec.budget_usd,
         spent_usd=spent_usd,
         total_steps=total_steps,
-        checkpoint_every_steps=spec.checkpoint.every_steps,
+        checkpoint_every_steps=spec.checkpoint.every_steps if isinstance(spec.checkpoint.every_steps, int) else None,
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
+from microtuning_core.domain.mirror import checkpoint_age, looked_at
 from microtuning_core.domain.run import RunStatus
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.services import Services
@@ -15,22 +17,36 @@ from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
 _LOG = logging.getLogger(__name__)
 
 
-def reconcile(services: Services) -> list[str]:
-    """Looks at every run that is not over; the run_ids. One run's trouble never keeps the others waiting.
+@dataclass
+class Tick:
+    """What one look at everything saw.
+
+    looked_at: ids of the runs that are not over. late: of those whose checkpoints do not reach S3.
+    oldest_checkpoint_s: age of the oldest among the newest checkpoints of the runs that train; None where none does.
+    """
+
+    looked_at: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    oldest_checkpoint_s: int | None = None
+
+
+def reconcile(services: Services) -> Tick:
+    """Looks at every run that is not over. One run's trouble never keeps the others waiting.
 
     Raises:
         ExceptionGroup: at the end, with what could not be put right; the next tick tries again.
     """
     errors: list[Exception] = []
-    seen: list[str] = []
+    tick = Tick()
     for tenant in services.admissions.tenants():
         for run_id in services.runs.open_run_ids(tenant):
-            seen.append(run_id)
+            tick.looked_at.append(run_id)
             _collect(errors, run_id, partial(reconcile_run, services, run_id))
+            _collect(errors, run_id, partial(check_mirror, services, run_id, tick))
     _collect(errors, "slots", lambda: _reconcile_slots(services))
     if errors:
         raise ExceptionGroup("some runs could not be reconciled", errors)
-    return seen
+    return tick
 
 
 def _collect(errors: list[Exception], name: str, step: Callable[[], None]) -> None:
@@ -50,6 +66,20 @@ def reconcile_run(services: Services, run_id: str) -> None:
     run = services.runs.get(run_id)
     if services.runs.mirrored_revision(run_id) < run.revision:
         services.runs.mirror(run)
+
+
+def check_mirror(services: Services, run_id: str, tick: Tick) -> None:
+    """Counts how old the run's checkpoint is, and writes down once that its mirror is late."""
+    now = datetime.now(UTC)
+    before = services.runs.get(run_id)
+    run = services.runs.update(run_id, lambda run: looked_at(run, now))
+    if (age := checkpoint_age(run, now)) is not None:
+        tick.oldest_checkpoint_s = max(tick.oldest_checkpoint_s or 0, int(age.total_seconds()))
+    if run.mirror_late_since is None:
+        return
+    tick.late.append(run_id)
+    if before.mirror_late_since is None:
+        services.runs.note(run_id, "mirror_late", f"nothing has reached S3 since {run.mirror_late_since:%H:%M:%S} UTC")
 
 
 def _reconcile_slots(services: Services) -> None:

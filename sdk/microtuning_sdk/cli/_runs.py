@@ -72,12 +72,23 @@ def show_run(arguments: argparse.Namespace) -> None:
     columns = ("attempt", "instance_type", "spot", "outcome", "failure_class", "billed_s", "recoveries")
     rows = [[len(row[c]) if c == "recoveries" else row[c] for c in columns] for row in view["attempts"]]
     print_table(columns, rows)
+    _print_recoveries(view["recoveries"])
     for name in ("first", "last"):
         print(f"metrics {name}: {_in_short(view['metrics'][name])}")
     print("checkpoints: " + (", ".join(map(_checkpoint_in_short, view["checkpoints"])) or "none"))
+    if view["mirror_late_since"]:
+        print(f"  nothing has reached S3 since {view['mirror_late_since']}: SageMaker's mirror may have stopped")
     print(f"cost: {usd(view['cost']['amount_usd'])} USD ({view['cost']['state']})")
     print(f"execution: {view['execution_arn']}")
     return None
+
+
+def _print_recoveries(found: list[dict[str, Any]]) -> None:
+    """Nothing to say of a run that was never disturbed."""
+    if found:
+        stages = [name for name in found[0] if name.endswith("_ms")]
+        columns = ("recovered from", "at", *stages)
+        print_table(columns, [[row["cause"], f"{row['at'][:19]}Z", *(row[name] for name in stages)] for row in found])
 
 
 def _checkpoint_in_short(checkpoint: dict[str, Any]) -> str:
