@@ -183,6 +183,9 @@ def train(engine, run):
 """
 
 
+API = "from training_container.api import Example, Sampling\ndef train(engine, run):\n"
+
+
 def test_a_loop_may_ask_the_reward_of_the_spec(a_box: Box, rows: Rows) -> None:
     lengths = "def length(completion_ids, **kw):\n    return [float(len(ids)) for ids in completion_ids]\n"
     box = with_loop(a_box, rows, ASKS, reward={"entry": "rewards:length"})
@@ -197,6 +200,9 @@ def test_a_loop_may_ask_the_reward_of_the_spec(a_box: Box, rows: Rows) -> None:
     [
         ("def train(engine, run):\n    x = 1\n    raise ValueError('not today')\n", "ValueError: not today", 3),
         ("def train(engine, run):\n    engine.sample(None, None)\n", "TypeError", 2),
+        (API + "    engine.sample([[]], Sampling(2))\n", "ValueError: sample: prompts[0] is empty", 3),
+        (API + "    engine.sample([[3]], Sampling(0))\n", "ValueError: Sampling: max_new_tokens is 0", 3),
+        (API + "    Example([3, 4, 5], [False, True])\n", "ValueError: Example: trained has 2 flags for 3 tokens", 3),
         ("import nothing_of_the_kind\n", "ModuleNotFoundError", 1),
         ("def train(engine, run):\n    x = = 1\n", "SyntaxError", 2),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,59 @@ def reinforced(logprobs_N: Tensor, batch: MicroBatch) -> Any:
 
 def gradient(engine: Engine) -> Tensor:
     return torch.cat([weight.grad.flatten() for weight in engine.trainable.values()])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"trained": [False, True]}, "trained has 2 flags for 3 tokens"),
+        ({"trained": [False, True, True, True]}, "trained has 4 flags for 3 tokens"),
+        ({"trained": []}, "trained has 0 flags for 3 tokens"),
+        ({"tokens": [], "trained": [True]}, "trained has 1 flags for 0 tokens"),
+        ({"trained": [True, True, True]}, r"trained\[0\] is set"),
+        ({"advantages": [1.0]}, "advantages has 1 numbers for 2 trained tokens"),
+        ({"advantages": []}, "advantages has 0 numbers for 2 trained tokens"),
+        ({"advantages": [1.0] * 3}, "advantages has 3 numbers for 2 trained tokens"),
+        ({"advantages": torch.tensor(1.0)}, "advantages is a Tensor; give a float, or a list"),
+        ({"advantages": None}, "advantages is a NoneType; give a float, or a list"),
+        ({"sampled_logprobs": [-1.0]}, "sampled_logprobs has 1 numbers for 2 trained tokens"),
+        ({"old_logprobs": [-1.0] * 3}, "old_logprobs has 3 numbers for 2 trained tokens"),
+        ({"reference_logprobs": -1.0}, "reference_logprobs is a float; give a list"),
+    ],
+)
+def test_an_example_whose_lists_do_not_fit_each_other_is_refused_by_name(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Example: {message}"):
+        Example(**({"tokens": [5, 6, 7], "trained": [False, True, True]} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; give a whole number of at least 1"),
+        ({"max_new_tokens": -3}, "max_new_tokens is -3"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"max_new_tokens": None}, "max_new_tokens is None"),
+        ({"temperature": 0}, "temperature is 0; give a number above 0, or greedy=True"),
+        ({"temperature": -1.0}, "temperature is -1.0; give a number above 0$"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_p": math.nan}, "top_p is nan"),
+    ],
+)
+def test_a_sampling_by_which_nothing_can_be_drawn_is_refused_by_name(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Sampling: {message}"):
+        Sampling(**({"max_new_tokens": 3} | fields))
+
+
+def test_a_prompt_without_a_token_and_a_group_without_a_completion_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"sample: prompts\[1\] is empty"):
+        engine.sample([[5], [], [6]], Sampling(2))
+    with pytest.raises(ValueError, match="sample: group_size is 0; give at least 1"):
+        engine.sample([[5]], Sampling(2), group_size=0)
+    assert engine.sample([], Sampling(2)) == []
 
 
 def test_forward_gives_the_logprobs_of_plain_rows(engine: Engine) -> None:

@@ -20,6 +20,10 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 
 
+_ONE_EACH = ("advantages", "sampled_logprobs", "old_logprobs", "reference_logprobs")
+_FORMS = ("a list with one number a trained token", "a float, or a list with one number a trained token")
+
+
 @dataclass(frozen=True)
 class Example:
     """One row to train on: token ids, and which of them carry a loss.
@@ -30,6 +34,9 @@ class Example:
         from, under the policy before this rollout's first update, under the reference.
     label: of the row, for losses that need one (kto: 1 good, 0 bad).
     group: consecutive rows of the same group begin with the same prompt; whoever computes it once may.
+
+    Raises:
+        ValueError: the lists do not fit each other; said here, where it is written, for no loss would notice.
     """
 
     tokens: Sequence[int]
@@ -40,6 +47,25 @@ class Example:
     reference_logprobs: Sequence[float] = ()
     label: float = 0.0
     group: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.trained) != len(self.tokens) and (len(self.tokens) or any(self.trained)):
+            raise ValueError(
+                f"Example: trained has {len(self.trained)} flags for {len(self.tokens)} tokens; give one each"
+            )
+        if len(self.trained) and self.trained[0]:
+            raise ValueError("Example: trained[0] is set, but nothing stands before the first token; give False")
+        for name in _ONE_EACH:
+            self._check_one_each(name)
+
+    def _check_one_each(self, name: str) -> None:
+        values = getattr(self, name)
+        if name == "advantages" and isinstance(values, int | float):
+            return
+        if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+            raise ValueError(f"Example: {name} is a {type(values).__name__}; give {_FORMS[name == 'advantages']}")
+        if len(values) != self.trained_tokens and (len(values) or name == "advantages"):
+            raise ValueError(f"Example: {name} has {len(values)} numbers for {self.trained_tokens} trained tokens")
 
     @cached_property
     def trained_at(self) -> IntArray:

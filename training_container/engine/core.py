@@ -24,7 +24,7 @@ from .parallel import World
 from .probe import costs_of, sampling_ways, sharing_layouts, usable
 from .randomness import random_state, read_random_state, seed_everything
 from .rows import Limits, micro_batches, units
-from .sampler import Completion, Sampling, Ways, draw_uniforms, sample
+from .sampler import Completion, Sampling, Ways, check_prompts, draw_uniforms, sample
 from .scores import row_scores
 from .sharding import whole, whole_state
 from .snapshot import OPTIMIZER, WEIGHTS, Snapshot, copied, copied_weights, write_weights
@@ -150,7 +150,11 @@ class Engine:
         """`group_size` completions of each prompt (token ids).
 
         generator: of the chance; the engine's own, which checkpoints keep, where not given.
+
+        Raises:
+            ValueError: a prompt has no token, or a group no completion.
         """
+        check_prompts(prompts, group_size)
         self.model.eval()
         chance = generator or self._sampler_generator
         if self._sampler is not None:

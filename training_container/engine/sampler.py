@@ -7,8 +7,10 @@ its architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,12 +32,26 @@ _NOBODY, _EVERYONE = -1, -2  # owners of keys that are no row's
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. `greedy` takes the likeliest token and draws no random number."""
+    """How to draw. `greedy` takes the likeliest token and draws no random number.
+
+    Raises:
+        ValueError: a number is none that can be drawn by.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     greedy: bool = False
+
+    def __post_init__(self) -> None:
+        most = self.max_new_tokens
+        if not isinstance(most, Integral) or isinstance(most, bool) or most < 1:
+            raise ValueError(f"Sampling: max_new_tokens is {most!r}; give a whole number of at least 1")
+        if not 0 < self.temperature < math.inf:
+            hint = ", or greedy=True for the likeliest token" if self.temperature == 0 else ""
+            raise ValueError(f"Sampling: temperature is {self.temperature!r}; give a number above 0{hint}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling: top_p is {self.top_p!r}; give a share above 0 and up to 1")
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,18 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], group_size: int) -> None:
+    """Whether there is something to go on from, and to draw.
+
+    Raises:
+        ValueError: there is not; it names the prompt.
+    """
+    if (empty := next((index for index, prompt in enumerate(prompts) if not len(prompt)), None)) is not None:
+        raise ValueError(f"sample: prompts[{empty}] is empty; give at least one token (a BOS, say) to go on from")
+    if group_size < 1:
+        raise ValueError(f"sample: group_size is {group_size}; give at least 1")
 
 
 @dataclass(frozen=True)
