@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from microtuning_core.domain.algorithms import RewardSpec
 from microtuning_core.domain.datasets import Row
@@ -40,7 +42,7 @@ def a_reward_model(tmp_path: Path) -> Callable[..., Path]:
 
 def alone(folder: Path, prompt: Any, completion: Any) -> float:
     """One row through the plain model."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -90,7 +92,7 @@ def test_an_adapter_scores_on_the_base_model_it_names_and_not_on_a_path_that_is_
     a_reward_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     folder = a_reward_model("base")
     monkeypatch.chdir(tmp_path)
@@ -116,7 +118,7 @@ def test_an_adapter_on_a_model_in_s3_scores_on_the_folder_of_its_channel_and_say
     a_reward_model: Any, tmp_path: Path
 ) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     from training_container.engine.export import name_base
 
@@ -155,6 +157,97 @@ def test_an_archive_and_a_merged_model_are_found_and_an_empty_folder_is_not(
     assert unpacked(tmp_path / "merged_one").name == "merged"
     with pytest.raises(UserFailure, match=r"channel odd holds no model \(it has notes.txt\)"):
         unpacked(tmp_path / "odd")
+
+
+def a_config_of_lists(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def cut_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100])
+
+
+def of_two_labels(folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=2, ignore_mismatched_sizes=True
+    ).save_pretrained(folder)
+
+
+def a_language_model(folder: Path) -> None:
+    from training_container.engine.presets import preset_model
+
+    preset_model("tiny-decoder", AutoTokenizer.from_pretrained(folder), seed=5).save_pretrained(folder)
+
+
+def an_adapter(task: str, *, labels: int = 1, drop_head: bool = False) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+        from safetensors.torch import load_file, save_file
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        kind = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
+        options = {"num_labels": labels, "ignore_mismatched_sizes": True} if task == "SEQ_CLS" else {}
+        base = folder.with_name("base")
+        shutil.copytree(folder, base)
+        model = get_peft_model(kind.from_pretrained(base, **options), LoraConfig(task_type=task, r=2))
+        model.save_pretrained(folder, save_embedding_layers=False)
+        if drop_head:
+            weights = load_file(folder / "adapter_model.safetensors")
+            kept = {name: each for name, each in weights.items() if "score" not in name}
+            save_file(kept, folder / "adapter_model.safetensors", {"format": "pt"})
+
+    return make
+
+
+def cut_adapter(folder: Path) -> None:
+    an_adapter("SEQ_CLS")(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (a_config_of_lists, r"The .*reward model in the channel m cannot be loaded: \w+: "),
+        (without_tokenizer, "The tokenizer of the reward model in the channel m cannot be loaded: ValueError: "),
+        (cut_tokenizer, r"The tokenizer of the reward model in the channel m cannot be loaded: \w+: "),
+        (without_weights, "The reward model in the channel m cannot be loaded: OSError: Error no file named"),
+        (cut_weights, "The reward model in the channel m cannot be loaded: SafetensorError: "),
+        (of_two_labels, r"The reward model gives 2 labels a row \(score.weight\), and a reward is one. Name what"),
+        (a_language_model, "The reward model's weights have no score.weight, so it would score at random. Name what"),
+        (an_adapter("CAUSAL_LM"), "an adapter of task type CAUSAL_LM, which scores nothing. Name what"),
+        (an_adapter("SEQ_CLS", drop_head=True), "adapter has no score head, so it would score at random"),
+        (an_adapter("SEQ_CLS", labels=2), r"The reward model gives 2 labels a row \(base_model.model.score.weight\)"),
+        (cut_adapter, "The reward model in the channel m cannot be loaded: SafetensorError: "),
+    ],
+)
+def test_what_cannot_score_is_the_users_and_refused_before_the_first_step(
+    spoil: Callable[[Path], None], message: str, a_reward_model: Any, tmp_path: Path
+) -> None:
+    folder = a_reward_model("m")
+    spoil(folder)
+    base = tmp_path / "base"
+    with pytest.raises(UserFailure, match=message):
+        ModelReward(folder, base=base if base.is_dir() else None)
+
+
+def test_an_archive_that_is_none_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "model.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(UserFailure, match=r"The model.tar.gz of the reward's channel .* cannot be loaded: ReadError"):
+        unpacked(tmp_path)
 
 
 def test_a_forward_takes_rows_of_like_length_up_to_its_tokens() -> None:
