@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 GRACE_S = 100
 MAX_RESTARTS_WITHOUT_PROGRESS, MAX_HALVINGS = 3, 3
 
+# What the libraries below us read when they are loaded.
+LIBRARIES = {
+    # Threads that spin while they wait slow a step twentyfold where other work shares the cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Matrix products that are the same from run to run. Without it MKL's last bits depend on where in memory a tensor
+    # lies, on AMD at least: restored weights lie elsewhere. It costs nothing that can be measured.
+    "MKL_CBWR": "AUTO,STRICT",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
 WARM_IMPORTS = ("torch", "transformers.models.llama.modeling_llama", "peft", "training_container.worker",
                 "training_container.recipes.grpo", "training_container.recipes.sft")  # fmt: skip
 
@@ -199,11 +211,8 @@ def prepare_environment(job: Job) -> None:
     from .sagemaker_env import derive
 
     os.environ.update(derive(job.tree, {}, arguments=[]))
-    # Threads that spin while they wait slow a step twentyfold where other work shares the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    for name, value in LIBRARIES.items():
+        os.environ.setdefault(name, value)
 
 
 def import_once(unless: Callable[[], bool] = lambda: False) -> None:

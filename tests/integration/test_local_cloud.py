@@ -183,6 +183,14 @@ def job_process(cloud: LocalCloud, name: str) -> tuple[int, str]:
     return pid, started
 
 
+def has_printed(cloud: LocalCloud, name: str) -> bool:
+    logs, group = cloud.client("logs"), "/aws/sagemaker/TrainingJobs"
+    try:
+        return bool(logs.filter_log_events(logGroupName=group, logStreamNamePrefix=f"{name}/")["events"])
+    except logs.exceptions.ResourceNotFoundException:
+        return False
+
+
 def test_a_deployed_cloud_keeps_everything_over_down_and_up(own_home: home.Home, tmp_path: Path) -> None:
     functions = write_function(tmp_path / "functions", "hello")
     first = local.up(template=small_template(), functions=functions)
@@ -325,6 +333,7 @@ def test_the_job_of_a_killed_server_does_not_outlive_the_next_start(own_home: ho
     cloud = local.up()
     start_job(cloud, "orphan", "save_on_sigterm")
     pid, started = job_process(cloud, "orphan")
+    assert wait_until(lambda: has_printed(cloud, "orphan"), timeout_s=10)  # else its first line breaks on a closed pipe
     assert cloud.endpoint.sagemaker_pid
     os.kill(cloud.endpoint.sagemaker_pid, signal.SIGKILL)
     assert wait_until(lambda: started_at(cloud.endpoint.sagemaker_pid or 0) is None, timeout_s=5)

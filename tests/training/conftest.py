@@ -18,8 +18,10 @@ import pytest
 
 from training_container.job import read_job, unpack_code
 from training_container.paths import MlTree
+from training_container.supervisor import LIBRARIES
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for library, wanted in LIBRARIES.items():  # before torch is loaded, as the supervisor does it
+    os.environ.setdefault(library, wanted)
 
 CASES = Path(__file__).parents[1] / "cases"
 RUN_ID = "default-test-0a1b2c3d4e5f"
