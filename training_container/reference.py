@@ -58,7 +58,9 @@ def load_teacher(engine: Engine, run: Run) -> Frozen:
     teacher, channel = run.settings.teacher, run.job.tree.channel("teacher")
     source = str(channel) if channel.is_dir() else teacher.base
     refuse_other_tokens(teacher.base, load_tokenizer(source, teacher.revision), engine.tokenizer)
-    return Frozen(load_frozen(source, teacher.revision, engine.device), engine)
+    frozen = Frozen(load_frozen(source, teacher.revision, engine.device), engine)
+    refuse_tokens_from(frozen.vocabulary, max(engine.tokenizer.get_vocab().values()), "the tokenizer has")
+    return frozen
 
 
 def refuse_other_tokens(name: str, teacher: Any, student: Any) -> None:
@@ -78,6 +80,19 @@ def refuse_other_tokens(name: str, teacher: Any, student: Any) -> None:
     )
 
 
+def refuse_tokens_from(vocabulary: int, highest: int, how: str) -> None:
+    """A model has no number for a token that its head has no row for; a look-up would end the process on a GPU.
+
+    Raises:
+        UserFailure: `highest` is such a token.
+    """
+    if highest >= vocabulary:
+        raise UserFailure(
+            f"The model that is compared with has {vocabulary} tokens, and {how} the token {highest}. Take one whose "
+            "vocabulary is at least as large as that of the model that is trained."
+        )
+
+
 class Frozen:
     """A model in evaluation mode whose weights never change; each process of the engine's world asks it about its share."""
 
@@ -91,7 +106,13 @@ class Frozen:
 
     @torch.no_grad()
     def forward(self, examples: Sequence[Example], *, temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of every trained token, one list an example."""
+        """Log-probability of every trained token, one list an example.
+
+        Raises:
+            UserFailure: an example holds a token that the model does not have, as one that a student's head is padded with.
+        """
+        highest = max((max(example.tokens, default=0) for example in examples), default=0)
+        refuse_tokens_from(self.vocabulary, highest, "the trained model drew")
         world = self._engine.world
         mine = world.share([len(example.tokens) for example in examples])
         found: dict[int, list[float]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +103,34 @@ def test_a_teacher_of_other_tokens_is_refused_with_the_first_that_differs(a_pair
     assert "The teacher 'tests/teacher' and the student have different vocabularies" in message
     assert "'\\n' is number 3 for the student, unknown for the teacher" in message
     assert "take a teacher of the student's family" in message
+
+
+@pytest.mark.parametrize(
+    ("which", "more", "message"),
+    [
+        ("teacher", -4, r"has \d+ tokens, and the tokenizer has the token \d+\. Take one whose vocabulary"),
+        ("model", 640, r"has \d+ tokens, and the trained model drew the token \d+\. Take one whose vocabulary"),
+    ],
+    ids=["a teacher with fewer tokens than the tokenizer", "a student whose head is padded"],
+)
+def test_a_token_that_the_teacher_does_not_have_is_the_users(
+    which: str, more: int, message: str, a_pair: Box, rows: Rows
+) -> None:
+    box = a_pair(rows=rows(8), algorithm=DISTIL | {"max_train_steps": 1, "batch_size": 8})
+    folder = box.tree.channel(which)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + more)
+    model.save_pretrained(folder)
+    assert box.work() == 1
+    assert box.failure["class"] == "user"
+    assert re.search(message, box.failure["message"])
+
+
+def test_a_teacher_whose_head_is_padded_grades_as_ever(a_pair: Box, rows: Rows) -> None:
+    box = a_pair(rows=rows(8), algorithm=DISTIL | {"max_train_steps": 1, "batch_size": 8})
+    folder = box.tree.channel("teacher")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 64)
+    model.save_pretrained(folder)
+    assert box.work() == 0
+    assert box.of("metrics")[0]["reverse_kl"] > 0

@@ -546,6 +546,15 @@ def test_a_token_that_the_model_does_not_have_is_the_users(token: int, a_model_d
         scribe.begin(Row({"prompt": None}, "train.jsonl", 1), Turn(observation=[5, token]))
 
 
+def test_a_first_observation_of_megabytes_ends_the_episode_without_being_read(
+    toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe, row = Scribe(toy, [toy.eos_token_id]), Row({"prompt": PROMPT}, "train.jsonl", 1)
+    monkeypatch.setattr(Scribe, "_tokens", lambda *_: pytest.fail("it was read"))
+    begun = scribe.begin(row, Turn("x" * 3_000_000), room=64)
+    assert (begun.done, begun.finished, begun.tokens, begun.total) == (True, False, [], None)
+
+
 def test_an_observation_of_megabytes_ends_the_episode_without_being_read(a_model_dir: Any) -> None:
     from transformers import AutoTokenizer
 

@@ -53,6 +53,20 @@ class Hangs(Next):
     def step(self, action):
         time.sleep(60)
 
+class Degenerate:
+    def __init__(self, first="'0'", then="'1'", reward="0.5", done="False"):
+        self.first, self.then, self.reward, self.done = eval(first), eval(then), eval(reward), eval(done)
+
+    def reset(self, digit):
+        return self.first
+
+    def step(self, action):
+        return self.then, self.reward, self.done
+
+class NoReset(Next):
+    def reset(self, digit):
+        raise KeyError("no game today")
+
 class Shop:
     def reset(self, item, **row):
         self.bought = ""
@@ -308,6 +322,34 @@ def test_the_game_of_the_docs_is_played(a_game: Box) -> None:
     assert 1 <= box.of("metrics")[0]["turns"] <= 3
 
 
+MESSAGE = "[{'role': 'user', 'content': 'x'}]"
+
+
+def odd(**options: str) -> dict[str, Any]:
+    return {"game": "Degenerate", "options": options}
+
+
+@pytest.mark.parametrize(
+    ("options", "reward", "turns"),
+    [
+        ({"first": "None"}, 1.5, 3),  # endless: as many turns as there may be
+        ({"first": "[]"}, 1.5, 3),
+        ({"then": "''"}, 1.5, 3),
+        ({"done": "None"}, 1.5, 3),
+        ({"then": "[]", "done": "True"}, 0.5, 1),
+        ({"reward": "1e300", "done": "True"}, 1e300, 1),
+        ({"reward": "1e308"}, None, 3),  # no float holds their sum
+        ({"reward": "float('inf')"}, None, 3),
+    ],
+)
+def test_a_degenerate_game_is_played_to_its_end(options: Any, reward: Any, turns: int, a_game: Box) -> None:
+    short = {"max_train_steps": 1, "batch_size": 4}
+    box = a_game(**odd(**options), algorithm=short, rows=[{"prompt": "say ", "digit": "0"}] * 4)
+    assert box.work() == 0
+    (metrics,) = box.of("metrics")
+    assert (metrics["reward"], metrics["turns"]) == (reward, turns)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -315,6 +357,20 @@ def test_the_game_of_the_docs_is_played(a_game: Box) -> None:
         ({"game": "Nowhere"}, "The environment games:Nowhere: games has no 'Nowhere'"),
         ({"options": {"size": 3}}, "it takes no 'size', which environment.options gives"),
         ({"algorithm": {"max_length": 9, "max_completion_tokens": 7}}, "Every prompt is longer than the 2 tokens"),
+        ({"game": "NoReset"}, "The environment games:NoReset: KeyError: 'no game today'"),
+        (
+            odd(first="'x' * 3_000_000"),
+            "No episode had room for a turn: what the model is shown first has more than the 30",
+        ),
+        (odd(first=MESSAGE), "is messages, while the rows are plain text; give a text"),
+        (odd(then=MESSAGE), "is messages, while the rows are plain text; give a text"),
+        (odd(then="[]"), "The observation of a turn after which the episode goes on is nothing; give a text"),
+        (odd(then="None"), "The observation of a turn after which the episode goes on is nothing; give a text"),
+        (
+            odd(done="'False'"),
+            "step gave a str ('False') where it says whether the episode is done; give True or False",
+        ),
+        (odd(done="{'info': 1}"), "step gave a dict ({'info': 1}) where it says whether the episode is done"),
         (
             {"game": "Hangs", "environment": {"time_limit_s": 0.3}},
             "No environment answered within environment.time_limit_s in 3 rollouts in a row",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +150,40 @@ def test_c42_a_state_of_another_optimizer_is_refused_and_not_half_loaded() -> No
     with pytest.raises(UserFailure, match="does not fit"):
         load_optimizer_tensors(weights, adam, {"layer|exp_avg": torch.ones(3)})
     assert not adam.state
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def score(completions, completion_ids, answer, log_extra):\n"
+        "    log_extra('seen', [f'{c}/{a}' for c, a in zip(completions, answer)])\n"
+        "    return [float(sum(ids)) for ids in completion_ids]\n",
+        "def score(completion, completion_ids, answer):\n"
+        "    return {'reward': float(sum(completion_ids)), 'seen': f'{completion}/{answer}'}\n",
+    ],
+    ids=["batch", "one"],
+)
+def test_two_workers_ask_the_reward_once_and_give_each_completion_its_own_score(
+    source: str, a_box: Callable[..., Any], rows: Callable[..., Any]
+) -> None:
+    alone, together = (
+        a_box(name=name, algorithm=GRPO | {"max_train_steps": 2}, rows=rows(16), spec=changes,
+              code={"rewards.py": source}, reward={"entry": "rewards:score"})
+        for name, changes in (("alone", {}), ("together", TWO))
+    )  # fmt: skip
+    assert alone.work() == 0
+    done = together.supervise()
+    assert done.returncode == 0, done.stderr
+    answers = {f"train.jsonl:{line}": row["answer"] for line, row in enumerate(rows(16), start=1)}
+    for step in (1, 2):
+        of_one, of_two = (
+            (box.tree.checkpoints / "rollouts" / f"step-{step}.jsonl").read_text("utf-8").splitlines()
+            for box in (alone, together)
+        )
+        one, two = ([json.loads(line) for line in lines] for lines in (of_one, of_two))
+        assert len(one) == len(two) == 16
+        for first, second in zip(one, two, strict=True):
+            names = ("row", "completion", "reward", "notes")
+            assert [first[name] for name in names] == [second[name] for name in names]
+            said = re.sub(r"<\w+>", "", second["completion"])  # the reward sees no special tokens
+            assert second["notes"] == {"reward/seen": f"{said}/{answers[second['row']]}"}

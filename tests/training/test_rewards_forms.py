@@ -275,6 +275,13 @@ def test_who_abstains_leaves_the_total_to_the_others_and_who_fails_leaves_none()
     assert total_of(Answer(None), Answer(3.0), weights=(1.0, 0.0)) is None
 
 
+@pytest.mark.parametrize("values", [(1e308, 1e308), (-1e308, -1e308), (1e308, -1e308)])
+def test_a_sum_that_no_float_holds_is_no_reward(values: tuple[float, float]) -> None:
+    parts = {name: Answers([Answer(value)]) for name, value in zip("ab", values, strict=True)}
+    assert plain(combined(parts, {"a": 1.0, "b": 1.0}).values) == [None if sum(values) else 0.0]
+    assert plain(combined(parts, {"a": 10.0, "b": 10.0}).values) == [None]
+
+
 def test_scores_of_several_calls_are_joined_with_what_one_of_them_lacks() -> None:
     first = Scores([1.0], {"a": [1.0]}, {"note": ["x"]}, {"a": 1.0}, {"m": 1.0}, abstained=1)
     second = Scores([NAN, 3.0], {"a": [NAN, 3.0], "a/b": [5.0, NAN]}, {}, {"a": 1.0}, {"m": 2.0}, timed_out=1)

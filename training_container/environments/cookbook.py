@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..user_code import Refusal
-from .protocol import Action, Awaiter, Observation, Turn, as_metrics, as_observation, as_reward
+from .protocol import Action, Awaiter, Observation, Turn, as_done, as_metrics, as_observation, as_reward
 
 
 class Tokens(list[int]):
@@ -45,7 +45,7 @@ class CookbookEpisode:
             raise Refusal(
                 f"step gave a {type(result).__name__}; give a StepResult with reward, episode_done and next_observation"
             )
-        done = bool(result.episode_done)
+        done = as_done(result.episode_done, "step")
         observation = None if done else as_observation(getattr(result, "next_observation", None), "step")
         metrics = as_metrics(getattr(result, "metrics", None))
         return Turn(observation, as_reward(result.reward, "step"), done, metrics, whole=_is_ids(observation))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..user_code import Refusal, accepted
-from .protocol import Action, Awaiter, Turn, as_metrics, as_observation, as_reward, in_words
+from .protocol import Action, Awaiter, Turn, as_done, as_metrics, as_observation, as_reward, in_words
 
 
 class OwnEpisode:
@@ -35,7 +35,7 @@ class OwnEpisode:
             )
         observation, reward, *ends = result
         info = ends.pop() if len(ends) > 1 else {}
-        done = any(bool(end) for end in ends)
+        done = any(as_done(end, "step") for end in ends)
         return Turn(
             None if done else as_observation(observation, "step"), as_reward(reward, "step"), done, as_metrics(info)
         )

@@ -103,7 +103,7 @@ def _play(
 def _begun(stage: Stage, row: Row, turn: Turn | None) -> Transcript:
     if turn is None:
         return Transcript(row, done=True, timed_out=True)
-    transcript = stage.scribe.begin(row, turn)
+    transcript = stage.scribe.begin(row, turn, room=stage.room)
     if len(transcript.tokens) > stage.room:
         transcript.end(truncated=True)
     return transcript

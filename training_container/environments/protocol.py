@@ -79,7 +79,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def as_observation(value: Any, where: str) -> Observation:
-    """A text, a list of messages, token ids, or what has `to_ints()` (tinker's ModelInput).
+    """A text, a list of messages, token ids, or what has `to_ints()` (tinker's ModelInput); an empty list is none at all.
 
     Raises:
         Refusal: it is none of these.
@@ -88,11 +88,13 @@ def as_observation(value: Any, where: str) -> Observation:
         value = value.to_ints()
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, list | tuple) and not value:
+        return None
     items: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        check_sayable([*{min(items), max(items)}] if items else [], f"{where} gave token ids with")
+        check_sayable([min(items), max(items)], f"{where} gave token ids with")
         return items
-    if items and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
+    if all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
         check_sayable(items, f"{where} gave messages with")
         return items
     raise Refusal(
@@ -117,6 +119,17 @@ def as_reward(value: Any, where: str) -> float | None:
         except (TypeError, ValueError):
             pass  # falls through to the refusal
     raise Refusal(f"{where} gave {_kind(value)} as its reward; give one number, or None")
+
+
+def as_done(value: Any, where: str) -> bool:
+    """Whether it is over. A text or a container, which Python calls true for being there, is something in the wrong place.
+
+    Raises:
+        Refusal: it is one of these.
+    """
+    if isinstance(value, str | bytes | list | tuple | Mapping | set):
+        raise Refusal(f"{where} gave {_kind(value)} where it says whether the episode is done; give True or False")
+    return bool(value)
 
 
 def as_metrics(value: Any) -> dict[str, float]:

@@ -56,10 +56,14 @@ class Transcript:
 
     @property
     def total(self) -> float | None:
-        """The sum of the environment's rewards: NaN where one is not a number or the time was over, None without any."""
+        """The sum of the environment's rewards: NaN where one is not a number, the sum is beyond what a float holds, or the
+        time was over; None without any."""
         if self.timed_out or not all(math.isfinite(reward) for reward in self.rewards):
             return math.nan
-        return math.fsum(self.rewards) if self.rewards else None
+        try:
+            return math.fsum(self.rewards) if self.rewards else None
+        except OverflowError:
+            return math.nan
 
     @property
     def sampled_tokens(self) -> int:
@@ -97,22 +101,25 @@ class Scribe:
         self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
         self._vocabulary = len(tokenizer)
 
-    def begin(self, row: Row, turn: Turn) -> Transcript:
-        """The prompt (if the row has one) and the first observation.
+    def begin(self, row: Row, turn: Turn, *, room: int | None = None) -> Transcript:
+        """The prompt (if the row has one) and the first observation; an episode without a token, and at its end, where
+        these are so long that they are far beyond its `room` of tokens.
 
         Raises:
-            UserFailure: there is neither, or the tokenizer cannot render them.
+            UserFailure: there is neither, or the tokenizer cannot render them, or the row is text and the observation
+                messages.
         """
         transcript = Transcript(row, tools=turn.tools, is_chat=self._is_chat(row, turn))
         if turn.tools:
             self._refuse_other_tools()
         if (ids := self._ids_of(turn)) is not None:
             first = ids
-        elif transcript.is_chat:
-            transcript.messages = _first_messages(row, turn)
-            first = self._tokens(self._render(transcript.messages, turn.tools))
         else:
-            first = encode(self._tokenizer, printable(f"{row.values.get('prompt') or ''}{turn.observation or ''}"))
+            text = self._opening(transcript, turn)
+            if room is not None and _is_beyond(text, room):
+                transcript.end(truncated=True)
+                return transcript
+            first = self._tokens(text) if transcript.is_chat else encode(self._tokenizer, printable(text))
         if not first:
             raise UserFailure(
                 f"An episode begins with nothing: {row.file}, line {row.line} has no prompt, and reset gave no observation."
@@ -120,6 +127,14 @@ class Scribe:
         transcript.show(first)
         transcript.prompt_tokens, transcript.prompt_messages = len(first), len(transcript.messages)
         return transcript
+
+    def _opening(self, transcript: Transcript, turn: Turn) -> str:
+        """What the model reads before its first turn."""
+        row = transcript.row
+        if transcript.is_chat:
+            transcript.messages = _first_messages(row, turn)
+            return self._render(transcript.messages, turn.tools)
+        return f"{row.values.get('prompt') or ''}{'' if turn.observation is None else _text_of(turn)}"
 
     def action(self, completion: Completion) -> Action:
         """What the model said, without the token that ended it."""
@@ -145,8 +160,7 @@ class Scribe:
         else:
             messages = _messages_of(turn) if transcript.is_chat else []
             text = self._between(transcript, messages) if transcript.is_chat else _text_of(turn)
-            # Megabytes are not read to learn that they have no room.
-            ids = self._tokens(text) if len(text) <= max(1, room) * _LONGEST_TOKEN else None
+            ids = None if _is_beyond(text, room) else self._tokens(text)
         if ids is None or len(transcript.tokens) + len(ids) > room:
             transcript.end(truncated=True)
             return
@@ -211,6 +225,11 @@ class Scribe:
                 "The environment has tools, and the model's chat template does not write calls in <tool_call> tags, the "
                 "only form that is read here. Take a model of that form (Qwen, Hermes), or an environment with `step`."
             )
+
+
+def _is_beyond(text: str, room: int) -> bool:
+    """Whether it has more tokens than there is room for, whatever they are: megabytes are not read to learn that."""
+    return len(text) > max(1, room) * _LONGEST_TOKEN
 
 
 def _first_messages(row: Row, turn: Turn) -> Messages:

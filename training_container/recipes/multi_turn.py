@@ -167,9 +167,14 @@ def score(stage: Stage, run: Run, reward: Rewards | None, transcripts: Sequence[
     """What the reward function says of whole episodes; None where there is none.
 
     Raises:
-        UserFailure: nothing rewards: neither the environment nor a function.
+        UserFailure: nothing rewards: neither the environment nor a function; or there was no turn to reward.
     """
     if reward is None:
+        if not any(each.turns or each.timed_out for each in transcripts):
+            raise UserFailure(
+                f"No episode had room for a turn: what the model is shown first has more than the {stage.room} tokens that "
+                "algorithm.max_length leaves beside max_completion_tokens. Raise it, or let reset show less."
+            )
         if all(each.total is None for each in transcripts):
             raise UserFailure(
                 f"The environment {run.spec.environment.entry} gave no reward for any turn or episode, and the spec has no "

@@ -205,10 +205,14 @@ def total(answers: Mapping[str, Answer], weights: Mapping[str, float]) -> float:
     """The weighted sum over the parts that have a score for one completion.
 
     A part that abstains leaves it to the others; NaN when all of weight do. One that timed out or is infinite has no
-    score that is known, and the sum of the others would be another reward: NaN.
+    score that is known, and the sum of the others would be another reward: NaN. So is a sum that no float holds.
     """
     counted = {name: each for name, each in answers.items() if weights[name] and not each.abstains}
-    return math.fsum(weights[name] * each.number for name, each in counted.items()) if counted else NOT_SCORED
+    try:
+        found = math.fsum(weights[name] * each.number for name, each in counted.items()) if counted else NOT_SCORED
+    except (OverflowError, ValueError):  # of finite numbers, and of infinities that cancel
+        return NOT_SCORED
+    return found if math.isfinite(found) else NOT_SCORED
 
 
 def combined(parts: Mapping[str, Answers], weights: Mapping[str, float]) -> Scores:
