@@ -165,7 +165,7 @@ def answer(work: Callable[[], dict[str, Any]], code: Path) -> dict[str, Any]:
 
 def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None]:
     """(file, line) of the innermost frame in the code folder, else of the innermost outside installed packages."""
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(code):
+    if isinstance(error, SyntaxError) and _is_place_in(code, error.filename, error.lineno):
         return error.filename, error.lineno  # no frame of it ever ran
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)]
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(code)]
@@ -177,6 +177,13 @@ def user_frame(error: BaseException, code: Path) -> tuple[str | None, int | None
         return None, None
     file, line = chosen[-1].filename, chosen[-1].lineno
     return (_file_of_pickles(code) if file == PICKLED else file), line
+
+
+def _is_place_in(code: Path, file: Any, line: Any) -> bool:
+    """Whoever raises a SyntaxError says where it is, and may say anything."""
+    if not isinstance(file, str) or not Path(file).is_relative_to(code):
+        return False
+    return line is None or (isinstance(line, int) and 0 <= line < 2**31)
 
 
 def is_ours(file: str) -> bool:

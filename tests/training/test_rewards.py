@@ -338,6 +338,10 @@ raise Mute
         (TELLS_NOTHING.format(raised="SystemExit"), "Mute: (its text cannot be had: __str__ raised SystemExit)"),
         ("raise type('E', (Exception,), {'__str__': lambda self: 3})", "E: (its text cannot be had: __str__ raised"),
         ("raise SyntaxError('odd', ('file', 1, 1, 5))", "SyntaxError: odd"),
+        ("raise SyntaxError('odd', (__file__, object(), 1, 'x'))", "SyntaxError: odd"),
+        ("raise SyntaxError('odd', (__file__, 10 ** 5000, 1, 'x'))", "SyntaxError: odd"),
+        ("raise SyntaxError('odd', (3, 1, 1, 'x'))", "SyntaxError: odd"),
+        ("raise SyntaxError('odd', (b'user.py', 1, 1, 'x'))", "SyntaxError: odd"),
         ("raise BaseExceptionGroup('\\ud800', [KeyboardInterrupt('\\ud800')])", r"BaseExceptionGroup: \ud800"),
     ],
 )
