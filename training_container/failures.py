@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -114,3 +116,20 @@ def write_failure(path: Path, failure: Failure) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(failure.as_line(), encoding="utf-8")
     print(f"failed ({failure.failure_class}): {printable(failure.message)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Files that libraries cannot make anything of, whatever they raise, are the user's to mend; memory is not.
+
+    Raises:
+        UserFailure: `what` cannot be loaded.
+    """
+    try:
+        yield
+    except JobFailure:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserFailure(f"{what} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,13 @@ from microtuning_core.domain.spec import ModelSpec
 from training_container.engine import Engine, Example
 from training_container.engine import models as engine_models
 from training_container.engine.forward import undressed
-from training_container.engine.models import four_bits, load_frozen, padding_apart, refuse_qlora_without_its_needs
+from training_container.engine.models import (
+    four_bits,
+    load_base,
+    load_frozen,
+    padding_apart,
+    refuse_qlora_without_its_needs,
+)
 from training_container.engine.precision import BFLOAT16, FLOAT32, choose_precision
 from training_container.failures import UserFailure
 from training_container.losses import cross_entropy
@@ -228,3 +234,40 @@ def test_c43_tied_embeddings_stay_tied_through_two_saves_and_give_the_same_logit
         ids = torch.tensor([[3, 4, 5, 6]])
         torch.testing.assert_close(model(input_ids=ids).logits, engine.model(input_ids=ids).logits, atol=1e-6, rtol=0)
     assert gradient_of(back)[0] == gradient_of(engine)[0]
+
+
+# --- files that make no model ----------------------------------------------------------------------------------------
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def without_a_layer(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def config_is_a_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut, "cannot be loaded: SafetensorError"),
+        (without_a_layer, "has no weights model.layers.0.mlp.up_proj.weight: they would be random"),
+        (config_is_a_list, "cannot be loaded"),
+    ],
+)
+def test_a_model_whose_files_make_none_is_the_users_to_mend(
+    spoil: Callable[[Path], None], said: str, a_model_dir: Callable[..., Path]
+) -> None:
+    folder = a_model_dir()
+    spoil(folder)
+    with pytest.raises(UserFailure, match=said):
+        load_base(ModelSpec(base="tests/tiny", rank=4), str(folder), torch.device("cpu"))
+    with pytest.raises(UserFailure, match=said):
+        load_frozen(str(folder), None, torch.device("cpu"))

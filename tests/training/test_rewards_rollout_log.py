@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from microtuning_core.domain.layout import parse_checkpoint_key, rollouts_prefix, step_of_rollout_file
+from microtuning_core.domain.spec import CheckpointSpec
 from training_container.checkpoints import newest_step, newest_whole, prune
 from training_container.rollout_log import RolloutLog, Said, is_chosen
 
@@ -65,7 +66,7 @@ def test_over_the_limit_the_oldest_steps_are_emptied_and_keep_their_files(tmp_pa
 
 def test_nothing_takes_the_log_for_a_checkpoint(tmp_path: Path) -> None:
     RolloutLog(tmp_path, seed=0).write(9, [said("a")])
-    prune(tmp_path, 1)
+    prune(tmp_path, CheckpointSpec(keep=1))
     assert newest_step(tmp_path) == -1
     assert newest_whole(tmp_path, lambda name, reason: None) is None
     assert len(lines_of(tmp_path, 9)) == 1

@@ -19,7 +19,7 @@ from transformers import (
 
 from microtuning_core.domain.spec import ModelSpec
 
-from ..failures import UserFailure
+from ..failures import UserFailure, loading
 from .parallel import World
 from .precision import FLOAT32, Precision, choose_precision, computing_in, trained_in_float32
 from .presets import character_tokenizer, preset_model
@@ -124,12 +124,24 @@ def load_base(
 
 
 def _from_pretrained(source: str, revision: str | None, head: Head, *, what: str, **options: Any) -> Any:
+    """Raises UserFailure where its files cannot be read, or lack weights that would be random then."""
     if head == "score":
         options["num_labels"] = 1
-    try:
-        return _class_of(head).from_pretrained(source, revision=revision or "main", trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        raise UserFailure(f"{what} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    with loading(what):
+        model, told = _class_of(head).from_pretrained(
+            source, revision=revision or "main", trust_remote_code=False, output_loading_info=True, **options
+        )
+        lacking = sorted(name for name in told["missing_keys"] if head == "policy" or not _is_of_a_head(name))
+        if lacking:
+            raise UserFailure(
+                f"{what} has no weights {', '.join(lacking[:3])}: they would be random. Give a whole model."
+            )
+        return model
+
+
+def _is_of_a_head(name: str) -> bool:
+    """A model that is to score begins without the head that it learns."""
+    return name.split(".")[0] in ("score", "classifier")
 
 
 def _class_of(head: Head) -> Any:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..engine import Example
 from ..engine.export import MERGED
 from ..engine.models import ADAPTER_FILE
 from ..engine.scores import row_scores
-from ..failures import JobFailure, UserFailure, first_line, is_out_of_memory
+from ..failures import UserFailure, loading
 from .scores import Answer, Answers, Question
 
 _PACKED, _CONFIG = "model.tar.gz", "config.json"
@@ -96,23 +95,6 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
         else:
             found.append([index])
     return found
-
-
-@contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Files that libraries cannot make anything of, whatever they raise, are the user's to mend; memory is not.
-
-    Raises:
-        UserFailure: `what` cannot be loaded.
-    """
-    try:
-        yield
-    except JobFailure:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserFailure(f"{what} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
 
 def load_scoring(place: Path) -> Any:
