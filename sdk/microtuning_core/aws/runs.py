@@ -5,7 +5,7 @@
     TENANT#t#RUN#<run_id>     CHECKPOINT#<ll>#<step>      a registered checkpoint
     TENANT#t#RUN#<run_id>     EVENT#<time>#<kind>         what happened, for people
     TENANT#t#RUN#<run_id>     TOKEN#<hash>                a state of the machine that waits, and its token
-    TENANT#t#OPEN             <run_id>                    there while the run or its costs are not final
+    TENANT#t#OPEN             <run_id>                    there while the run, its costs or a wish to go back are open
 
 The table decides, S3 remembers: a write goes to the table under the condition that the revision is the one that was read,
 then the same JSON goes to S3. Whoever loses the condition reads again and decides again.
@@ -124,7 +124,7 @@ class RunStore:
 
     def _open_mark(self, run: Run) -> Item:
         key = {"pk": {"S": f"TENANT#{run.tenant}#OPEN"}, "sk": {"S": run.run_id}}
-        if run.is_final and run.costs_are_final:
+        if run.is_final and run.costs_are_final and run.rollback_to is None:
             return {"Delete": {"TableName": self.table, "Key": key}}
         return {"Put": {"TableName": self.table, "Item": key}}
 

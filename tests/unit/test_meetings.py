@@ -1,0 +1,101 @@
+"""Two functions at work on one run at once: meetings that went wrong before, each by name. test_interleavings.py looks for
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from microtuning_core.domain.run import Run, RunStatus
+from tests.unit.small_cloud import Died, Message, SmallCloud
+
+
+def stage() -> SmallCloud:
+    """One run, whose first attempt waits to be launched."""
+    cloud = SmallCloud(run_count=1, quota=1)
+    cloud.deliver_all(rounds=2)
+    return cloud
+
+
+def trained() -> SmallCloud:
+    """One run in training, with a checkpoint."""
+    cloud = stage()
+    cloud.deliver_all()
+    cloud.jobs.get_a_machine(job_of(cloud, 1))
+    cloud.jobs.save(job_of(cloud, 1), 4)
+    cloud.deliver_all()
+    return cloud
+
+
+def the_run(cloud: SmallCloud) -> Run:
+    (run,) = cloud.runs.records.values()
+    return run
+
+
+def job_of(cloud: SmallCloud, attempt: int) -> str:
+    return the_run(cloud).attempts[attempt - 1].job_name
+
+
+def message(cloud: SmallCloud, queue: str) -> Message:
+    return next(each for each in reversed(cloud.messages) if each.queue == queue)
+
+
+def says(cloud: SmallCloud, verb: str) -> None:
+    """The user's command, obeyed at once."""
+    cloud.command(the_run(cloud).run_id, len(cloud.objects.bodies), verb=verb)
+    cloud.deliver(message(cloud, "commands"))
+
+
+def just_before(port: Any, method: str, happens: Callable[[], object]) -> None:
+    """The next call of that method comes a moment too late."""
+    real = getattr(port, method)
+
+    def call(*args: Any, **named: Any) -> Any:
+        setattr(port, method, real)
+        happens()
+        return real(*args, **named)
+
+    setattr(port, method, call)
+
+
+def dies() -> None:
+    raise Died
+
+
+# -- the launch
+
+
+# -- the end
+
+
+def closed_while_it_trains() -> SmallCloud:
+    """The state Train failed for a reason of its own; its job is stopping."""
+    cloud = trained()
+    run = the_run(cloud)
+    cloud.executions.fail(cloud.executions.by_name[run.execution].token or "", "States.Timeout", "30 days")
+    cloud.deliver(message(cloud, "invoke"))
+    assert (the_run(cloud).status, cloud.jobs.made[job_of(cloud, 1)].status) == (RunStatus.FAILED, "Stopping")
+    return cloud
+
+
+def completed() -> SmallCloud:
+    cloud = trained()
+    cloud.jobs.end(job_of(cloud, 1), "completed")
+    cloud.deliver_all(rounds=4)
+    assert (the_run(cloud).status, cloud.runs.open) == (RunStatus.COMPLETED, set())
+    return cloud
+
+
+def test_a_wish_to_go_back_of_a_run_that_is_over_and_paid_is_seen_by_the_next_tick():
+    cloud = completed()
+    cloud.command(the_run(cloud).run_id, 1, verb="rollback")
+    just_before(cloud.runs, "mirror", dies)
+    cloud.deliver(message(cloud, "commands"))
+    assert the_run(cloud).rollback_to is not None
+    cloud.messages.clear()
+    cloud.tick()
+    assert the_run(cloud).reopenings == 1
