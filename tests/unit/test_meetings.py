@@ -99,3 +99,19 @@ def test_a_wish_to_go_back_of_a_run_that_is_over_and_paid_is_seen_by_the_next_ti
     cloud.messages.clear()
     cloud.tick()
     assert the_run(cloud).reopenings == 1
+
+
+def test_old_news_of_an_end_does_not_answer_the_state_of_the_run_taken_up_again():
+    cloud = completed()
+    old = cloud.executions.by_name[the_run(cloud).execution]
+    cloud.send("execution-events", execution=old.name)
+    news = message(cloud, "execution-events")
+
+    def goes_back() -> None:
+        says(cloud, "rollback")
+        cloud.deliver_all(rounds=3)
+
+    just_before(cloud.runs, "tokens", goes_back)
+    cloud.deliver(news)
+    run = the_run(cloud)
+    assert (run.status, cloud.executions.by_name[run.execution].state) == (RunStatus.TRAINING, "Train")

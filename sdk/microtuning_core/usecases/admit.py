@@ -34,7 +34,7 @@ def admit(services: Services, token: str, execution: str, state: Any, sent_at: d
     if services.admissions.holds(run_id):
         begin_planning(services, run_id)
     elif run.is_final or run.verdict:
-        deliver(services, run)
+        deliver(services, run_id)
     else:
         services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before)
         grant_slots(services)

@@ -30,7 +30,7 @@ from microtuning_core.domain.spec import (
     warm_data,
 )
 from microtuning_core.usecases.services import Services, StageSettings
-from microtuning_core.usecases.settle import deliver, settle
+from microtuning_core.usecases.settle import settle
 
 CHECKPOINT_PATH = "/opt/ml/checkpoints"
 _VOLUME_GIB = 50
@@ -45,7 +45,7 @@ def launch(services: Services, token: str, execution: str, run_id: str, attempt:
     services.runs.put_token(run_id, WaitingState("train", token, execution, attempt))
     wanted = current and not current.is_settled and not run.verdict and not run.stop_requested
     if not current or not wanted:
-        deliver(services, settle(services, run_id))
+        settle(services, run_id)
         return
     try:
         services.jobs.create(job_request(services.settings, run, current))

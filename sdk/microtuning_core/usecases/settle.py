@@ -51,7 +51,7 @@ def settle(
         _tell(services, run, settled)
         for action in decision.actions:
             perform(services, settled, action)
-        deliver(services, settled)
+        deliver(services, run_id)
         return settled
     raise StaleRevision(run_id, run.revision)
 
@@ -126,13 +126,17 @@ def perform(services: Services, run: Run, action: SettleAction) -> None:
             grant_slots(services)
 
 
-def deliver(services: Services, run: Run) -> None:
+def deliver(services: Services, run_id: str) -> None:
     """Tells every state that waits for this run what it waits for, once that is known.
 
-    More than one waits when a message came late or twice: its state is gone, and telling it changes nothing.
+    More than one waits when a message came late or twice: its state is gone, and telling it changes nothing. The run is
+    read after the tokens: an older record, of a run that was over, must not answer a state of the run taken up again.
     """
-    for waiting in services.runs.tokens(run.run_id):
-        _deliver_to(services, run, waiting)
+    waiting_states = services.runs.tokens(run_id)
+    if waiting_states:
+        run = services.runs.get(run_id)
+        for waiting in waiting_states:
+            _deliver_to(services, run, waiting)
 
 
 def _deliver_to(services: Services, run: Run, waiting: WaitingState) -> None:
@@ -173,7 +177,7 @@ def begin_planning(services: Services, run_id: str) -> Run:
     run = services.runs.update(run_id, _planned)
     if run.is_final:
         services.admissions.forget(run_id)
-    deliver(services, run)
+    deliver(services, run_id)
     return run
 
 
