@@ -115,3 +115,41 @@ def test_old_news_of_an_end_does_not_answer_the_state_of_the_run_taken_up_again(
     cloud.deliver(news)
     run = the_run(cloud)
     assert (run.status, cloud.executions.by_name[run.execution].state) == (RunStatus.TRAINING, "Train")
+
+
+def test_a_run_taken_up_while_it_is_closed_keeps_its_slot():
+    cloud = trained()
+    cloud.jobs.end(job_of(cloud, 1), "completed")
+    cloud.deliver_all(rounds=2)
+    assert cloud.executions.by_name[the_run(cloud).execution].state == "Close run"
+
+    closing = message(cloud, "invoke")
+
+    def goes_back() -> None:
+        says(cloud, "rollback")
+        for _ in range(2):
+            for each in [each for each in cloud.messages if each is not closing]:
+                cloud.deliver(each)
+
+    just_before(cloud.admissions, "forget", goes_back)
+    cloud.deliver(closing)
+    cloud.deliver_all(rounds=2)
+    run = the_run(cloud)
+    assert (run.reopenings, run.run_id in cloud.admissions.held) == (1, True)
+
+
+def test_a_late_closing_does_not_end_the_run_that_was_taken_up_meanwhile():
+    cloud = trained()
+    cloud.jobs.end(job_of(cloud, 1), "completed")
+    cloud.deliver_all(rounds=2)
+    cloud.executions.die(the_run(cloud).execution, "ABORTED")
+    died = message(cloud, "execution-events")
+
+    def closed_and_taken_up() -> None:
+        cloud.tick()
+        says(cloud, "rollback")
+        cloud.deliver_all(rounds=3)
+
+    just_before(cloud.executions, "status", closed_and_taken_up)
+    cloud.deliver(died)
+    assert (the_run(cloud).status, the_run(cloud).reopenings) == (RunStatus.TRAINING, 1)

@@ -24,7 +24,7 @@ def close_run(services: Services, state: dict[str, Any], execution: str) -> dict
     run = services.runs.get(run_id)
     if run.execution != execution and not run.is_final and _parsed(execution) == run_id:
         return {"run_id": run_id, "outcome": "stopped", "reason": f"the run goes on as {run.execution}"}
-    run = close(services, run_id, error)
+    run = close(services, run, error)
     return {"run_id": run_id, "outcome": str(run.status), "reason": run.reason or ""}
 
 

@@ -120,7 +120,7 @@ def perform(services: Services, run: Run, action: SettleAction) -> None:
         case StartExecution():
             services.executions.start(run.execution, {"run_id": run.run_id})
         case CloseRun():
-            close(services, run.run_id)
+            close(services, run)
         case ReleaseSlot():
             services.admissions.release(run.run_id)
             grant_slots(services)
@@ -151,19 +151,29 @@ def _deliver_to(services: Services, run: Run, waiting: WaitingState) -> None:
     services.runs.delete_token(run.run_id, waiting.token)
 
 
-def close(services: Services, run_id: str, error: str | None = None) -> Run:
-    """Writes the final status, frees the slot and lets the next run in. Closing twice changes nothing."""
-    was_final = services.runs.get(run_id).is_final
-    run = services.runs.update(run_id, lambda run: closed(run, datetime.now(UTC), error))
-    if not was_final:
-        services.runs.note(run_id, "ended", run.reason or "", status=run.status)
-    services.admissions.forget(run_id)
+def close(services: Services, run: Run, error: str | None = None) -> Run:
+    """Writes the final status, frees the slot and lets the next run in. Closing twice changes nothing.
+
+    Only while the execution that `run` was read with carries it: one that was closed and taken up again meanwhile goes on.
+    The slot goes first, since a run that is over may be taken up, and have a slot again, from that moment on.
+    """
+    latest = services.runs.get(run.run_id)
+    if latest.execution != run.execution:
+        return latest
+    services.admissions.forget(run.run_id)
+    ended = services.runs.update(run.run_id, lambda each: _closed(each, run.execution, error))
+    if not latest.is_final:
+        services.runs.note(run.run_id, "ended", ended.reason or "", status=ended.status)
     grant_slots(services)
-    attempt = run.current
+    attempt = ended.current
     leftover = attempt is not None and not attempt.is_settled
-    if leftover or run.rollback_to:
-        settle(services, run_id)  # stops a job that nobody waits for any more; takes up a run whose user went back
-    return run
+    if leftover or ended.rollback_to:
+        settle(services, run.run_id)  # stops a job that nobody waits for any more; takes up a run whose user went back
+    return ended
+
+
+def _closed(run: Run, execution: str, error: str | None) -> Run:
+    return closed(run, datetime.now(UTC), error) if run.execution == execution else run
 
 
 def grant_slots(services: Services) -> None:
