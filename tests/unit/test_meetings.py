@@ -82,6 +82,25 @@ def closed_while_it_trains() -> SmallCloud:
     return cloud
 
 
+def test_a_run_that_is_over_notes_how_its_last_job_ended_and_what_it_cost():
+    cloud = closed_while_it_trains()
+    cloud.jobs.end(job_of(cloud, 1), "stopped")
+    cloud.deliver_all()
+    run = the_run(cloud)
+    assert (run.status, run.current.outcome) == (RunStatus.FAILED, "stopped")
+    assert run.current.billed_s == cloud.jobs.made[job_of(cloud, 1)].billed_s > 0
+
+
+def test_a_run_that_is_over_is_taken_up_when_its_last_job_has_ended_and_not_beside_it():
+    cloud = closed_while_it_trains()
+    says(cloud, "rollback")
+    cloud.deliver_all(rounds=3)
+    assert (the_run(cloud).status, len(cloud.jobs.made)) == (RunStatus.FAILED, 1)
+    cloud.jobs.end(job_of(cloud, 1), "stopped")
+    cloud.deliver_all(rounds=4)
+    assert (the_run(cloud).status, len(cloud.jobs.made)) == (RunStatus.TRAINING, 2)
+
+
 def completed() -> SmallCloud:
     cloud = trained()
     cloud.jobs.end(job_of(cloud, 1), "completed")

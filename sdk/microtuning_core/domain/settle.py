@@ -116,10 +116,30 @@ def _hear(run: Run, facts: Facts) -> Run:
 
 
 def _after_the_end(run: Run, facts: Facts) -> Decision:
-    """A run that is over stays so, unless its user went back; then another execution takes it up."""
-    if run.rollback_to is not None:
-        return Decision(reopened(run), (StartExecution(),))
-    return Decision(run, _leftover_job(run, facts))
+    """A run that is over stays so, and only notes how its last job ends.
+
+    Unless its user went back: then another execution takes it up, once that job has ended.
+    """
+    ended = _see_leftover_end(run, facts)
+    is_free = ended.current is None or ended.current.is_settled
+    if ended.rollback_to is not None and is_free:
+        return Decision(reopened(ended), (StartExecution(),))
+    return Decision(ended, _leftover_job(ended, facts))
+
+
+def _see_leftover_end(run: Run, facts: Facts) -> Run:
+    """The end of a job that still ran, or was never made, when its run was closed."""
+    attempt, job = run.current, facts.job
+    if attempt is None or attempt.is_settled:
+        return run
+    if facts.job_is_missing:
+        return _settle(run, "stopped", facts, billed_s=0)
+    if job is None or job.job_name != attempt.job_name or not job.is_terminal:
+        return run
+    seen = run.with_current(started_at=job.started_at, launched_at=attempt.launched_at or job.created_at)
+    if job.status == "Completed":
+        return _settle(seen, "completed", facts)
+    return _settle(seen, "stopped" if job.status == "Stopped" else "failed", facts, classify_job(job))
 
 
 def _go_back(run: Run, facts: Facts) -> Run:
@@ -207,6 +227,7 @@ def _settle(
         failure=_note(failure) if failure else None,
         ended_at=(job.ended_at if job else None) or facts.now,
         settled_at=facts.now,
+        launched_at=run.attempts[-1].launched_at if job else None,
         billed_s=(job.billed_s or 0) if job else billed_s,
         training_s=(job.training_s or 0) if job else billed_s,
         checkpoint_step=facts.newest_step if facts.newest_step is not None else _registered_step(run),
