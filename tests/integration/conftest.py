@@ -150,6 +150,11 @@ class StageUnderTest:
     def job(self, job_name: str) -> JobFacts:
         return job_facts(self.client("sagemaker").describe_training_job(TrainingJobName=job_name))
 
+    def has_ended(self, job_name: str) -> bool:
+        """Also before there is a job: that it is asked for is written before it is made."""
+        job = self.services.jobs.describe(job_name)
+        return job is not None and job.is_terminal
+
     def story(self, run_id: str) -> str:
         """What a person would read to understand a run."""
         run = self.run(run_id)

@@ -353,7 +353,7 @@ def test_an_execution_stopped_in_the_console_is_taken_up_again_and_completes(sta
     with stage.held_back("training-events"):  # the end of the job is still unknown when the execution dies
         run_id = stage.submit()
         job = stage.when(run_id, lambda run: run.attempts and run.attempts[0].launched_at).attempts[0].job_name
-        stage.until(lambda: stage.job(job).is_terminal, "the job has not ended")
+        stage.until(lambda: stage.has_ended(job), "the job has not ended")
         stage.client("stepfunctions").stop_execution(executionArn=stage.names.execution_arn(run_id))
         run = stage.ended(run_id)
     assert (run.status, run.execution, len(run.attempts)) == ("completed", f"{run_id}-e2", 1)

@@ -185,7 +185,7 @@ def test_the_same_end_told_four_times_at_once_settles_the_attempt_once(stage: St
     with stage.held_back("training-events"), stage.held_back("cost-events"):
         run_id = stage.submit()
         job = stage.when(run_id, lambda run: run.attempts and run.attempts[0].launched_at).attempts[0].job_name
-        stage.until(lambda: stage.job(job).is_terminal, "the job has not ended")
+        stage.until(lambda: stage.has_ended(job), "the job has not ended")
         told: list[list[str]] = []
 
         def tell(function: str) -> None:
@@ -225,7 +225,7 @@ def test_a_run_whose_job_events_never_come_ends_with_a_tick_and_is_paid_once(
     run_id = stage.submit()
     launched = stage.when(run_id, lambda run: run.attempts and run.attempts[0].launched_at)
     job = launched.attempts[0].job_name
-    stage.until(lambda: stage.job(job).is_terminal, "the job has not ended")
+    stage.until(lambda: stage.has_ended(job), "the job has not ended")
     local.tick()
     run = stage.ended(run_id)
     local.tick()

@@ -69,6 +69,89 @@ def dies() -> None:
 # -- the launch
 
 
+@pytest.mark.parametrize(("verb", "then"), [("cancel", "stopped"), ("rollback", None)])
+def test_a_word_that_comes_while_the_job_is_asked_for_waits_for_that_job_and_its_bill(verb, then):
+    cloud = trained()
+    cloud.jobs.end(job_of(cloud, 1), "lost")
+    cloud.deliver(message(cloud, "training-events"))
+    cloud.deliver(message(cloud, "invoke"))
+    just_before(cloud.jobs, "create", lambda: says(cloud, verb))
+    cloud.deliver(message(cloud, "launches"))
+    second = job_of(cloud, 2)
+    assert (cloud.jobs.made[second].status, the_run(cloud).current.is_settled) == ("Stopping", False)
+    cloud.jobs.end(second, "stopped")
+    cloud.deliver_all()
+    run = the_run(cloud)
+    assert (run.attempts[1].outcome, run.attempts[1].launched_at is not None, run.verdict) == ("stopped", True, then)
+
+
+def test_the_job_of_a_launch_that_came_twice_and_was_refused_first_is_stopped_and_paid():
+    cloud = stage()
+    launch = message(cloud, "launches")
+
+    def refused() -> None:
+        cloud.jobs.refusals = [("ResourceLimitExceeded", False)]
+        cloud.deliver(launch, again=True)
+
+    just_before(cloud.jobs, "create", refused)
+    cloud.deliver(launch)
+    assert_given_up(cloud)
+
+
+def test_the_job_of_a_launch_that_came_twice_and_was_accepted_while_the_refusal_is_written_is_stopped_and_paid():
+    cloud = stage()
+    launch = message(cloud, "launches")
+    cloud.jobs.refusals = [("ResourceLimitExceeded", False)]
+    accepted = partial(cloud.deliver, launch, again=True)
+    just_before(cloud.runs, "put", lambda: just_before(cloud.runs, "put", accepted))  # asked for; then refused
+    cloud.deliver(launch)
+    assert_given_up(cloud)
+
+
+def assert_given_up(cloud: SmallCloud) -> None:
+    first = the_run(cloud).attempts[0]
+    assert (first.outcome, cloud.jobs.made[first.job_name].status) == ("failed", "Stopping")
+    cloud.jobs.end(first.job_name, "completed")
+    cloud.tick()
+    assert the_run(cloud).cost_usd == cloud.jobs.bill_usd(the_run(cloud).run_id) > 0
+
+
+def test_a_refusal_of_one_of_two_deliveries_is_no_news_of_a_job_that_is_there():
+    cloud = stage()
+    launch = message(cloud, "launches")
+    cloud.jobs.refusals = [("ResourceLimitExceeded", True)]
+    cloud.deliver(launch)
+    assert (the_run(cloud).status, the_run(cloud).current.is_settled) == (RunStatus.TRAINING, False)
+
+
+def test_a_refusal_that_comes_late_is_not_one_of_the_next_attempt():
+    cloud = stage()
+
+    def goes_on() -> None:
+        cloud.jobs.refusals = [("InternalServerError", False)]
+        cloud.deliver(launch, again=True)
+        cloud.deliver(message(cloud, "invoke"))
+        cloud.deliver(message(cloud, "launches"))
+        cloud.jobs.refusals = [("ResourceLimitExceeded", False)]
+
+    launch = message(cloud, "launches")
+    just_before(cloud.jobs, "create", goes_on)
+    cloud.deliver(launch)
+    run = the_run(cloud)
+    assert [each.outcome for each in run.attempts] == ["failed", None]
+
+
+def test_a_launch_that_died_while_asking_is_not_asked_for_again_by_a_run_that_is_cancelled():
+    cloud = stage()
+    launch = message(cloud, "launches")
+    cloud.jobs.refusals = [("ThrottlingException", False)]
+    cloud.deliver(launch)
+    says(cloud, "cancel")
+    cloud.deliver(launch)
+    run = the_run(cloud)
+    assert (run.verdict, run.current.outcome, run.current.billed_s, cloud.jobs.made) == ("stopped", "stopped", 0, {})
+
+
 # -- the end
 
 

@@ -46,6 +46,8 @@ class ExecutionFacts:
 class Facts:
     """What is true now. None = was not asked, which never means "no".
 
+    `refusal`: CreateTrainingJob said no, which is no news of a job that is there all the same (the launch came twice).
+    `unlaunched`: the attempt whose launch asks for no job, any more or at all; None where nobody said so.
     `logs_asked`: whether `last_sign_at` None means that the job has written no log line. Silence is judged only then.
     """
 
@@ -53,6 +55,7 @@ class Facts:
     job: JobFacts | None = None
     job_is_missing: bool = False
     refusal: Failure | None = None
+    unlaunched: int | None = None
     command: Command | None = None
     execution: ExecutionFacts | None = None
     newest_step: int | None = None
@@ -151,16 +154,22 @@ def _go_back(run: Run, facts: Facts) -> Run:
         return branched(run)
     if attempt is None or attempt.is_settled:
         return run  # being evaluated: it ends first, and is taken up again
-    if attempt.launched_at is None and (facts.job is None or facts.job_is_missing):
+    if _has_no_job(attempt, facts):
         return branched(_settle(run, "stopped", facts, billed_s=0))
     return run if attempt.stop_cause else run.with_current(stop_cause="rollback")
+
+
+def _has_no_job(attempt: Attempt, facts: Facts) -> bool:
+    """No job was asked for, or its launch says that none will be; one that is being asked for is waited for."""
+    is_asked_for = attempt.launched_at is not None and facts.unlaunched != attempt.attempt
+    return facts.job is None and not is_asked_for
 
 
 def _see_job(run: Run, facts: Facts) -> Run:
     attempt = run.current
     if attempt is None or attempt.is_settled:
         return run
-    if facts.refusal is not None:
+    if facts.refusal is not None and facts.job is None and facts.unlaunched in (None, attempt.attempt):
         return _after_failure(_settle(run, "failed", facts, facts.refusal, billed_s=0), facts.refusal, facts)
     if facts.job is None or facts.job.job_name != attempt.job_name:
         return run
@@ -326,7 +335,7 @@ def _honour_stop(run: Run, facts: Facts) -> Run:
         return run
     if attempt is None or attempt.is_settled:
         return _give_verdict(run, "stopped", run.stop_requested)
-    if attempt.launched_at is None and (facts.job is None or facts.job_is_missing):
+    if _has_no_job(attempt, facts):
         return _give_verdict(_settle(run, "stopped", facts, billed_s=0), "stopped", run.stop_requested)
     return run
 

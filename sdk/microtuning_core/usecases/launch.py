@@ -37,46 +37,69 @@ _VOLUME_GIB = 50
 
 
 def launch(services: Services, token: str, execution: str, run_id: str, attempt: int) -> None:
-    """Stores the token, makes the job if this attempt still wants one, then settles, in case it has ended already."""
+    """Stores the token, makes the job if this attempt still wants one, then settles, in case it has ended already.
+
+    That the job is asked for is written before it is: who ends the run meanwhile waits for that job and stops it.
+    """
     run = services.runs.get(run_id)
     current = run.current
     if current and attempt < current.attempt:
+        _give_up_job(services, run, attempt)
         return  # an old message, delivered again; the state that sent it was answered long ago
     services.runs.put_token(run_id, WaitingState("train", token, execution, attempt))
-    wanted = current and not current.is_settled and not run.verdict and not run.stop_requested
-    if not current or not wanted:
-        settle(services, run_id)
-        return
+    now = datetime.now(UTC)
+    run = services.runs.update(run_id, lambda run: _asked_for(run, attempt, now))
+    settled = _ask(services, run, now) if _wants_job(run, attempt) else settle(services, run_id, unlaunched=attempt)
+    _give_up_job(services, settled, attempt)
+
+
+def _wants_job(run: Run, number: int) -> bool:
+    current = run.current
+    if current is None or current.attempt != number or current.is_settled:
+        return False
+    return not (run.verdict or run.stop_requested or current.stop_cause)
+
+
+def _asked_for(run: Run, number: int, now: datetime) -> Run:
+    fresh = run.current is not None and run.current.launched_at is None and _wants_job(run, number)
+    return run.with_current(launched_at=now) if fresh else run
+
+
+def _ask(services: Services, run: Run, now: datetime) -> Run:
+    current = run.attempts[-1]
     try:
         services.jobs.create(job_request(services.settings, run, current))
     except Refused as error:
         if error.failure.failure_class == FailureClass.THROTTLED:
             raise LaunchRefused(error.failure.failure_class, error.failure.message) from error
-        if not _was_made_all_the_same(services, error, current.job_name):
-            settle(services, run_id, refusal=error.failure)
-            return
-    _mark_launched(services, run_id, attempt)
-    settle(services, run_id)
-
-
-def _was_made_all_the_same(services: Services, error: Refused, job_name: str) -> bool:
-    """A server error says nothing about whether the job was made; every other refusal says that it was not."""
-    return error.failure.failure_class == FailureClass.PLATFORM and services.jobs.describe(job_name) is not None
-
-
-def _mark_launched(services: Services, run_id: str, number: int) -> None:
-    now = datetime.now(UTC)
-
-    def launched(run: Run) -> Run:
-        current = run.current
-        fresh = current is not None and current.attempt == number and current.launched_at is None
-        return run.with_current(launched_at=now) if fresh else run
-
-    current = services.runs.update(run_id, launched).current
-    if current and current.launched_at == now:
+        return settle(services, run.run_id, refusal=error.failure, unlaunched=current.attempt)
+    if current.launched_at == now:
         services.runs.note(
-            run_id, "launched", current.job_name, attempt=number, instance_type=current.plan.instance_type
+            run.run_id, "launched", current.job_name, attempt=current.attempt, instance_type=current.plan.instance_type
         )
+    return settle(services, run.run_id)
+
+
+def _give_up_job(services: Services, run: Run, number: int) -> None:
+    """Stops, and lets be paid, the job of an attempt that was settled without one.
+
+    A launch that is delivered twice at the same time may be refused once and accepted once.
+    """
+    attempt = next((each for each in run.attempts if each.attempt == number), None)
+    if attempt is None or not attempt.is_settled or attempt.launched_at:
+        return
+    job = services.jobs.describe(attempt.job_name)
+    if job is None:
+        return
+    services.runs.update(run.run_id, lambda run: _launched_after_all(run, number, job.created_at))
+    services.jobs.stop(attempt.job_name)
+
+
+def _launched_after_all(run: Run, number: int, at: datetime) -> Run:
+    attempts = [
+        each.model_copy(update={"launched_at": at}) if each.attempt == number else each for each in run.attempts
+    ]
+    return run.with_(attempts=tuple(attempts))
 
 
 def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Every handler that a fact reaches ends here, so every race collapses into decidi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from microtuning_core.domain.command import Command
@@ -37,12 +38,14 @@ def settle(
     *,
     command: Command | None = None,
     refusal: Failure | None = None,
+    unlaunched: int | None = None,
     ask_execution: bool = False,
 ) -> Run:
     """Brings the run to where the facts say it is. StaleRevision only when others kept writing all the time."""
     for _ in range(_TRIES):
         run = services.runs.get(run_id)
-        facts = gather(services, run, command=command, refusal=refusal, ask_execution=ask_execution)
+        facts = gather(services, run, ask_execution=ask_execution)
+        facts = replace(facts, command=command, refusal=refusal, unlaunched=unlaunched)
         decision = decide(run, facts)
         try:
             settled = services.runs.put(decision.run, facts.now) if decision.run != run else run
@@ -56,28 +59,19 @@ def settle(
     raise StaleRevision(run_id, run.revision)
 
 
-def gather(
-    services: Services,
-    run: Run,
-    *,
-    command: Command | None = None,
-    refusal: Failure | None = None,
-    ask_execution: bool = False,
-) -> Facts:
+def gather(services: Services, run: Run, *, ask_execution: bool = False) -> Facts:
     """What is true of the run now; the job is asked for while its attempt is not settled, or to stop a leftover."""
     attempt = run.current
-    wanted = attempt is not None and refusal is None and (not attempt.is_settled or run.verdict is not None)
+    wanted = attempt is not None and (not attempt.is_settled or run.verdict is not None)
     job = services.jobs.describe(attempt.job_name) if attempt and wanted else None
     training = job is not None and job.secondary == "Training" and ask_execution
-    ends = refusal is not None or (job is not None and job.is_terminal)
+    over = wanted and (job is None or job.is_terminal)
     return Facts(
         now=datetime.now(UTC),
         job=job,
         job_is_missing=wanted and job is None,
-        refusal=refusal,
-        command=command,
         execution=ExecutionFacts(run.execution, services.executions.status(run.execution)) if ask_execution else None,
-        newest_step=newest_whole_step(services, run) if ends else None,
+        newest_step=newest_whole_step(services, run) if over else None,
         last_sign_at=services.logs.last_line_at(attempt.job_name) if attempt and training else None,
         logs_asked=training,
     )
