@@ -534,6 +534,10 @@ class Jobs:
             self._pause(job_name)
             self._change(job_name, status="Stopping", secondary="Stopping")
 
+    def in_progress(self, stage: str) -> list[Any]:
+        self.cloud.port()
+        return [parse_job_name(name) for name, job in self.made.items() if job.status == "InProgress"]
+
     def of_run(self, run_id: str) -> list[JobFacts]:
         return [job for name, job in self.made.items() if parse_job_name(name).run_id == run_id]
 
