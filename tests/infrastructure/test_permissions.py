@@ -13,7 +13,7 @@ MACHINE = "arn:aws:states:us-east-1:111122223333:stateMachine:microtuning-dev"
 JOB_ROLE = "arn:aws:iam::111122223333:role/microtuning-dev-job"
 
 # Actions that IAM cannot tie to a resource.
-WITHOUT_RESOURCE = {
+WITHOUT_RESOURCE = {"sagemaker:ListTrainingJobs",
     "xray:PutTraceSegments", "xray:PutTelemetryRecords",
     "cloudwatch:PutMetricData", "ecr:GetAuthorizationToken",
     "logs:CreateLogDelivery", "logs:GetLogDelivery", "logs:UpdateLogDelivery", "logs:DeleteLogDelivery",
@@ -69,8 +69,10 @@ def test_training_jobs_are_reached_by_the_stages_prefix_only(aws: Any) -> None:
     for action in ("CreateTrainingJob", "AddTags", "DescribeTrainingJob", "StopTrainingJob", "ListTags"):
         assert _resources(f"sagemaker:{action}", aws) == {JOBS}
     assert _who_may("sagemaker:CreateTrainingJob", aws) == {"launch_training"}
+    assert _resources("sagemaker:ListTrainingJobs", aws) == {"*"}  # names are all that it tells
+    assert _who_may("sagemaker:ListTrainingJobs", aws) == {"reconcile"}
     used = {action for each in _all_statements(aws) for action in _as_list(each["Action"]) if "sagemaker" in action}
-    assert len(used) == 5
+    assert len(used) == 6
 
 
 def test_whoever_reads_or_writes_objects_may_use_the_stages_key(aws: Any) -> None:

@@ -319,8 +319,9 @@ def test_every_task_has_one_catch_for_everything_and_waits_have_thirty_days() ->
             assert task["TimeoutSeconds"] == 30 * 24 * 3600
         else:
             assert task["Resource"] == "arn:aws:states:::lambda:invoke"
-            (retry,) = task["Retry"]
-            assert all(each.startswith("Lambda.") for each in retry["ErrorEquals"])
+            of_the_service, of_anything = task["Retry"]
+            assert all(each.startswith("Lambda.") for each in of_the_service["ErrorEquals"])
+            assert (of_anything["ErrorEquals"], of_anything["MaxAttempts"]) == (["States.ALL"], 4)
 
 
 def test_an_alarm_watches_whether_checkpoints_reach_s3_by_the_metric_that_reconcile_writes(aws: Any) -> None:

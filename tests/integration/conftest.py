@@ -155,6 +155,27 @@ class StageUnderTest:
         job = self.services.jobs.describe(job_name)
         return job is not None and job.is_terminal
 
+    @contextmanager
+    def a_table(self) -> Iterator[str]:
+        """The name of a table that nobody else uses."""
+        dynamodb, table = self.client("dynamodb"), f"tests-{uuid.uuid4().hex[:8]}"
+        keys = [("pk", "HASH"), ("sk", "RANGE")]
+        dynamodb.create_table(
+            TableName=table,
+            KeySchema=[{"AttributeName": name, "KeyType": kind} for name, kind in keys],
+            AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for name, _ in keys],
+            BillingMode="PAY_PER_REQUEST",
+        )
+        yield table
+        dynamodb.delete_table(TableName=table)
+
+    def copy_of_job(self, job_name: str, name: str) -> None:
+        """Another job like it, made by somebody; it keeps its checkpoints to itself."""
+        told = self.client("sagemaker").describe_training_job(TrainingJobName=job_name)
+        kept = ("AlgorithmSpecification", "RoleArn", "InputDataConfig", "OutputDataConfig", "ResourceConfig",
+                "StoppingCondition", "Environment")  # fmt: skip
+        self.client("sagemaker").create_training_job(TrainingJobName=name, **{key: told[key] for key in kept})
+
     def story(self, run_id: str) -> str:
         """What a person would read to understand a run."""
         run = self.run(run_id)
@@ -336,13 +357,5 @@ def faults(cloud: LocalCloud) -> Iterator[Callable[[dict[str, Any]], Any]]:
 @pytest.fixture
 def own_admissions(cloud: LocalCloud) -> Iterator[AdmissionStore]:
     """Slots and queue in a table that only this test uses."""
-    dynamodb, table = cloud.client("dynamodb"), f"tests-{uuid.uuid4().hex[:8]}"
-    keys = [("pk", "HASH"), ("sk", "RANGE")]
-    dynamodb.create_table(
-        TableName=table,
-        KeySchema=[{"AttributeName": name, "KeyType": kind} for name, kind in keys],
-        AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for name, _ in keys],
-        BillingMode="PAY_PER_REQUEST",
-    )
-    yield AdmissionStore(dynamodb, table)
-    dynamodb.delete_table(TableName=table)
+    with StageUnderTest(cloud).a_table() as table:
+        yield AdmissionStore(cloud.client("dynamodb"), table)

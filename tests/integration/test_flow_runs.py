@@ -177,7 +177,7 @@ def test_bad_numerics_begin_a_second_lineage_at_the_last_checkpoint(stage: Stage
 
 
 def test_a_run_out_of_memory_goes_on_on_a_larger_machine(stage: StageUnderTest) -> None:
-    run = stage.ended(stage.submit("memory_once"))
+    run = stage.ended(stage.submit("memory_once", compute={"instance": "auto"}))
     first, second = [find(each.plan.instance_type).memory_for_training_gib for each in run.attempts]
     assert (run.status, second > first) == ("completed", True)
 

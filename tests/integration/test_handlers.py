@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from functions._environment import Environment
+from microtuning_core.aws.runs import RunStore
 from microtuning_core.domain.layout import receipt_key, spec_key, step_prefix
 from microtuning_core.domain.names import job_name, new_run_id
 from microtuning_core.domain.run import RunStatus, new_run
@@ -429,3 +430,36 @@ def test_a_name_of_a_job_is_no_longer_than_sagemaker_takes(stage: StageUnderTest
     run = stage.ended(stage.submit(name="a name with many words that goes on and on for ever"))
     assert run.attempts[0].job_name == job_name("local", run.run_id, 1)
     assert len(run.attempts[0].job_name) <= 62
+
+
+def test_jobs_of_this_stage_that_nobody_wants_are_stopped_and_those_of_others_never(stage: StageUnderTest) -> None:
+    wanted = stage.submit("hang")
+    training = stage.training(wanted).attempts[0].job_name
+    forgotten, lost, theirs = (
+        job_name("local", new_run_id("default", "forgotten", datetime.now(UTC), hex8()), 1),
+        job_name("local", wanted, 7),
+        job_name("prod", new_run_id("default", "elsewhere", datetime.now(UTC), hex8()), 1),
+    )
+    names = [forgotten, lost, theirs, f"somebody-{hex8()}", f"local-model-{hex8()}"]
+    for name in names:
+        stage.copy_of_job(training, name)
+    local.tick()
+    for name in (forgotten, lost):
+        assert stage.until(lambda name=name: stage.job(name).status != "InProgress", name)
+    assert {stage.job(name).status for name in [*names[2:], training]} == {"InProgress"}
+    for name in names[2:]:
+        stage.client("sagemaker").stop_training_job(TrainingJobName=name)
+        assert stage.until(lambda name=name: stage.job(name).is_terminal, name)
+    stage.cancel(wanted)
+    assert stage.ended(wanted).status == "stopped"
+
+
+def test_a_table_with_what_late_news_left_still_counts_as_lost(stage: StageUnderTest) -> None:
+    """Or nothing would be read back after the emulator was killed."""
+    with stage.a_table() as table:
+        store = RunStore(stage.client("dynamodb"), table, stage.services.objects)
+        store.note("default-late-0a1b2c3d4e5f", "handler_error", "a message came before the runs were back")
+        assert store.knows_no_run()
+        run = new_run("default-kept-0a1b2c3d4e5f", parse_spec(stage.spec()), datetime.now(UTC))
+        store.restore(run)
+        assert not store.knows_no_run()

@@ -87,9 +87,12 @@ class RunStore:
             return False
         return True
 
-    def is_empty(self) -> bool:
-        """Whether the table holds nothing at all, as after a loss."""
-        return not self._dynamodb.scan(TableName=self.table, Limit=1)["Items"]
+    def knows_no_run(self) -> bool:
+        """Whether the table holds no run at all, as after a loss; what late news left about one is none."""
+        pages = self._dynamodb.get_paginator("scan").paginate(
+            TableName=self.table, FilterExpression="sk = :meta", ExpressionAttributeValues={":meta": {"S": "META"}}
+        )
+        return not any(page["Items"] for page in pages)
 
     def put(self, run: Run, now: datetime | None = None) -> Run:
         """Moves the record from the revision that `run` was read at to the next; StaleRevision when somebody was first."""

@@ -10,6 +10,7 @@ from microtuning_core.aws.errors import code_of, is_missing, message_of
 from microtuning_core.domain.errors import LaunchRefused
 from microtuning_core.domain.failures import Failure, classify_refusal
 from microtuning_core.domain.job import JobFacts, job_facts
+from microtuning_core.domain.names import JobName, own_job_name
 
 if TYPE_CHECKING:
     from mypy_boto3_sagemaker import SageMakerClient
@@ -42,6 +43,14 @@ class TrainingJobs:
             if is_missing(error):
                 return None
             raise
+
+    def in_progress(self, stage: str) -> list[JobName]:
+        """The stage's jobs that run; those of others in the account are passed over by their names."""
+        pages = self._sagemaker.get_paginator("list_training_jobs").paginate(
+            NameContains=f"{stage}-", StatusEquals="InProgress"
+        )
+        named = [own_job_name(row["TrainingJobName"], stage) for page in pages for row in page["TrainingJobSummaries"]]
+        return [name for name in named if name is not None]
 
     def stop(self, job_name: str) -> None:
         """Asks the job to stop; one that has ended meanwhile is success."""

@@ -104,6 +104,9 @@ class JobName:
     def tenant(self) -> str:
         return parse_run_id(self.run_id).tenant
 
+    def __str__(self) -> str:
+        return job_name(self.stage, self.run_id, self.attempt)
+
 
 def job_name(stage: str, run_id: str, attempt: int) -> str:
     """The SageMaker training job of one attempt; at most 62 characters."""
@@ -119,6 +122,15 @@ def parse_job_name(name: str) -> JobName:
     if not match:
         raise InvalidName("job name", name, "<stage>-<run id>-a<NNN>")
     return JobName(match["stage"], parse_run_id(match["run_id"]).run_id, int(match["attempt"]))
+
+
+def own_job_name(name: str, stage: str) -> JobName | None:
+    """None for jobs of others: another stage's, or not ours at all. They are never touched."""
+    try:
+        found = parse_job_name(name)
+    except InvalidName:
+        return None
+    return found if found.stage == stage else None
 
 
 def execution_name(run_id: str, number: int = 1) -> str:

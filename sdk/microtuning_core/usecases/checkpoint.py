@@ -66,10 +66,10 @@ def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
 
 
 def with_progress(run: Run, progress: Progress) -> Run:
-    """News of an older attempt or an older moment change nothing."""
+    """News of an older attempt or an older moment change nothing; the last of a run may come after it has ended."""
     current = run.current
     stale = run.liveness is not None and progress.at <= run.liveness.at
-    if run.is_final or current is None or progress.attempt != current.attempt or stale:
+    if current is None or progress.attempt != current.attempt or stale:
         return run
     restarts = tuple(Recovery(**each.model_dump()) for each in progress.restarts)
     known = {(each.cause, each.at) for each in restarts}

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
+from microtuning_core.domain.layout import run_record_key
 from microtuning_core.domain.mirror import checkpoint_age, looked_at
-from microtuning_core.domain.run import RunStatus
+from microtuning_core.domain.names import JobName
+from microtuning_core.domain.run import Run, RunStatus
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
@@ -44,6 +46,7 @@ def reconcile(services: Services) -> Tick:
             _collect(errors, run_id, partial(reconcile_run, services, run_id))
             _collect(errors, run_id, partial(check_mirror, services, run_id, tick))
     _collect(errors, "slots", lambda: _reconcile_slots(services))
+    _collect(errors, "jobs", lambda: stop_orphans(services))
     if errors:
         raise ExceptionGroup("some runs could not be reconciled", errors)
     return tick
@@ -80,6 +83,28 @@ def check_mirror(services: Services, run_id: str, tick: Tick) -> None:
     tick.late.append(run_id)
     if before.mirror_late_since is None:
         services.runs.note(run_id, "mirror_late", f"nothing has reached S3 since {run.mirror_late_since:%H:%M:%S} UTC")
+
+
+def stop_orphans(services: Services) -> None:
+    """Stops the stage's jobs that no run wants any more, or that no run has ever wanted as far as anybody remembers."""
+    for job in services.jobs.in_progress(services.names.stage):
+        if _is_orphan(services, job):
+            _LOG.warning("job %s belongs to nobody and is stopped", job)
+            services.jobs.stop(str(job))
+
+
+def _is_orphan(services: Services, job: JobName) -> bool:
+    """A run that only S3 remembers is to be read back (rebuilding.py), and its job to be left alone until then."""
+    run = services.runs.find(job.run_id)
+    if run is None:
+        return services.objects.read(run_record_key(job.run_id)) is None
+    return not wants_job(run, job.attempt)
+
+
+def wants_job(run: Run, number: int) -> bool:
+    """Whether the run goes on with the job of that attempt: its newest one, not settled, of a run that is not over."""
+    current = run.current
+    return current is not None and current.attempt == number and not current.is_settled and not run.is_final
 
 
 def _reconcile_slots(services: Services) -> None:

@@ -69,11 +69,15 @@ class EventSender:
             case "twice":
                 self.waiting.put(entry)
             case "late":
-                timer = threading.Timer(self.faults.spec.late_s, self.waiting.put, args=(entry,))
-                timer.daemon = True
-                timer.start()
-                return
+                return self._put_later(entry)
+            case "mixed" if len(job.transitions) % 2:
+                return self._put_later(entry)
         self.waiting.put(entry)
+
+    def _put_later(self, entry: dict[str, Any]) -> None:
+        timer = threading.Timer(self.faults.spec.late_s, self.waiting.put, args=(entry,))
+        timer.daemon = True
+        timer.start()
 
     def close(self, *, timeout_s: float) -> None:
         """Send what waits, for at most `timeout_s`."""

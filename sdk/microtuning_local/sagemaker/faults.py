@@ -2,21 +2,26 @@
 
 {"refuse_creates": {"code": "ThrottlingException", "count": 2},   the next creates are refused
  "capacity": {"ml.g5.xlarge": 0},                                 machines there are of a type
- "events": {"*-a001": "drop"}, "late_s": 1.0}                     drop | twice | late, by pattern of the job name
+ "end_jobs": {"*-a001": "internal_error"},                        or max_wait, of a spot job that trains or waits
+ "events": {"*-a001": "drop"}, "late_s": 1.0}                     drop | twice | late | mixed (every second one late)
+Patterns are of job names.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from microtuning_local.sagemaker.rules import Refusal, limit_exceeded, validation
 
-EventFault = Literal["drop", "twice", "late"]
+EventFault = Literal["drop", "twice", "late", "mixed"]
+JobFault = Literal["internal_error", "max_wait"]
+Fault = TypeVar("Fault", bound=str)
 
 
 class RefuseCreates(BaseModel):
@@ -34,6 +39,7 @@ class FaultSpec(BaseModel):
 
     refuse_creates: RefuseCreates | None = None
     capacity: dict[str, int] = {}
+    end_jobs: dict[str, JobFault] = {}
     events: dict[str, EventFault] = {}
     late_s: float = Field(default=1.0, ge=0)
 
@@ -59,8 +65,15 @@ class Faults:
         return refusal_of(due, instance_type, count)
 
     def of_event(self, job_name: str) -> EventFault | None:
-        matching = (fault for pattern, fault in self.spec.events.items() if fnmatchcase(job_name, pattern))
-        return next(matching, None)
+        return _matching(self.spec.events, job_name)
+
+    def of_job(self, job_name: str) -> JobFault | None:
+        """How a job that trains or waits for a machine ends now, if one of them is to."""
+        return _matching(self.spec.end_jobs, job_name)
+
+
+def _matching(by_pattern: Mapping[str, Fault], job_name: str) -> Fault | None:
+    return next((fault for pattern, fault in by_pattern.items() if fnmatchcase(job_name, pattern)), None)
 
 
 def refusal_of(due: RefuseCreates, instance_type: str, count: int) -> Refusal:

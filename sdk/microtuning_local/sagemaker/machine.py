@@ -276,7 +276,12 @@ class JobRun:
             return "exited"
         if any(host.mirror and host.mirror.failure for host in hosts):
             return "mirror_failed"
+        if self._fault() == "internal_error":
+            raise Failure(records.INTERNAL_ERROR)
         return self.control.ending() or self._deadline()
+
+    def _fault(self) -> str | None:
+        return self.account.pool.faults.of_job(self.job.name)
 
     def _deadline(self) -> Ending | None:
         if self.job.held_s(time.time()) > rules.max_runtime_s(self.job.request):
@@ -285,6 +290,8 @@ class JobRun:
 
     def _waited_enough(self) -> bool:
         """MaxWaitTimeInSeconds counts from the creation of a spot job, training included."""
+        if self.job.is_spot and self._fault() == "max_wait":
+            return True
         wait_s = (self.job.request.get("StoppingCondition") or {}).get("MaxWaitTimeInSeconds")
         return wait_s is not None and time.time() - self.job.created_at > wait_s
 
