@@ -39,6 +39,7 @@ def _in_words(what: str) -> str:
 
 
 def main() -> int:
+    os.environ["CHAOS"] = "all"
     os.environ.setdefault("CHAOS_N", os.environ.get("N", "5"))
     os.environ.setdefault("CHAOS_SEED", os.environ.get("SEED", "0"))
     files = ["test_schedules.py"] if os.environ.get("SINGLE") == "0" else ["test_single_faults.py", "test_schedules.py"]
