@@ -344,7 +344,7 @@ def test_a_warm_start_is_a_phase_of_its_own_kept_as_checkpoint_0(a_box: Box, row
         rows=rows(16),
         warm_rows=rows(64, seed=1),
         eval_rows=rows(4, seed=2),
-        spec={"checkpoint": {"keep": 9}},
+        spec={"checkpoint": {"every_steps": 500, "keep": 9}},
     )
     assert box.work() == 0
     warm = [event["warm_loss"] for event in box.of("phase") if "warm_loss" in event]

@@ -115,9 +115,15 @@ def test_progress_of_another_attempt_changes_nothing(number):
     assert with_progress(run(), progress(attempt=number)) == run()
 
 
-@pytest.mark.parametrize("changes", [{"status": RunStatus.COMPLETED}, {"attempts": ()}])
-def test_progress_of_a_run_that_is_over_or_has_no_job_changes_nothing(changes):
-    assert with_progress(run(**changes), progress()) == run(**changes)
+def test_progress_of_a_run_that_has_no_job_changes_nothing():
+    assert with_progress(run(attempts=()), progress()) == run(attempts=())
+
+
+def test_the_last_progress_of_a_run_may_come_after_its_end_and_leaves_that_as_it_is():
+    over = run(status=RunStatus.COMPLETED, ended_at=NOW)
+    told = with_progress(over, progress())
+    assert (told.status, told.ended_at, told.attempts[0]) == (over.status, over.ended_at, over.attempts[0])
+    assert told.liveness is not None and told.liveness.step == 5
 
 
 def test_the_metrics_of_the_first_step_stay_those_of_the_first_attempt():
