@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 
 import pytest
 
 from microtuning_core.domain.branching import asked_to_go_back, find_checkpoint
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.job import JobFacts
-from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
+from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
 from microtuning_core.domain.settle import Facts, StartExecution, StopJob, WaitingState, answer, closed, decide
-from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.command import changed
+from tests.unit.records import RUN_ID, a_plan, a_spec
 
 S = RunStatus
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 JOB = f"prod-{RUN_ID}-a001"
 NOW = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
 STEP_40 = CheckpointRef(lineage=1, step=40)
-PLAN = AttemptPlan(
-    instance_type="ml.g5.xlarge", count=1, spot=False, micro_batch_size=8, max_runtime_s=3600,
-    price_usd_per_hour=Decimal("1.408"),
-)  # fmt: skip
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-    }
-)
+PLAN = a_plan()
+SPEC = a_spec()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from itertools import permutations
 from pathlib import Path
 
@@ -14,35 +13,19 @@ from hypothesis import strategies as st
 
 from microtuning_core.domain.manifest import newest_first
 from microtuning_core.domain.progress import Progress, ProgressMetrics, Restart
-from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Recovery, Run, RunStatus, new_run
+from microtuning_core.domain.run import Attempt, CheckpointRef, Recovery, Run, RunStatus, new_run
 from microtuning_core.domain.settle import register_checkpoint
-from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.checkpoint import with_progress
+from tests.unit.records import RUN_ID, a_cpu_plan, a_spec
 
 CASES = Path(__file__).parents[1] / "cases"
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-    }
-)
+SPEC = a_spec()
 
 
 def run(**changes) -> Run:
     """In training, in its second attempt."""
-    plan = AttemptPlan(
-        instance_type="ml.m5.large",
-        count=1,
-        spot=False,
-        micro_batch_size=None,
-        max_runtime_s=60,
-        price_usd_per_hour=Decimal("0.115"),
-    )
+    plan = a_cpu_plan(max_runtime_s=60)
     made = [
         Attempt(attempt=n, job_name=f"prod-{RUN_ID}-a{n:03d}", lineage=1, plan=plan, created_at=NOW) for n in (1, 2)
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 
 import pytest
 
@@ -13,7 +12,6 @@ from microtuning_core.domain.progress import Progress, Restart, Start, Written
 from microtuning_core.domain.recovery import newly_complete, recoveries, total_ms
 from microtuning_core.domain.run import (
     Attempt,
-    AttemptPlan,
     CheckpointRef,
     FailureNote,
     Liveness,
@@ -22,28 +20,12 @@ from microtuning_core.domain.run import (
     RunStatus,
     new_run,
 )
-from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.checkpoint import with_progress
+from tests.unit.records import RUN_ID, a_cpu_plan, a_spec
 
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-    }
-)
-PLAN = AttemptPlan(
-    instance_type="ml.m5.large",
-    count=1,
-    spot=False,
-    micro_batch_size=None,
-    max_runtime_s=60,
-    price_usd_per_hour=Decimal("0.115"),
-)
+SPEC = a_spec()
+PLAN = a_cpu_plan(max_runtime_s=60)
 LOST = FailureNote(failure_class=FailureClass.PLATFORM, message="InternalServerError")
 
 

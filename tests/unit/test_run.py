@@ -10,20 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from microtuning_core.domain.errors import IllegalTransition
-from microtuning_core.domain.run import FINAL, TRANSITIONS, Attempt, AttemptPlan, Run, RunStatus, new_run
-from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.domain.run import FINAL, TRANSITIONS, Attempt, Run, RunStatus, new_run
+from tests.unit.records import RUN_ID, a_cpu_plan, a_spec
 
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678900, tzinfo=UTC)
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-    }
-)
+SPEC = a_spec()
 ALL = list(RunStatus)
 
 
@@ -32,14 +23,7 @@ def run(**changes) -> Run:
 
 
 def attempt(number: int = 1, **changes) -> Attempt:
-    plan = AttemptPlan(
-        instance_type="ml.m5.large",
-        count=1,
-        spot=True,
-        micro_batch_size=None,
-        max_runtime_s=3600,
-        price_usd_per_hour=Decimal("0.115"),
-    )
+    plan = a_cpu_plan(spot=True)
     facts = {"job_name": f"prod-{RUN_ID}-a{number:03d}", "lineage": 1, "plan": plan, "created_at": NOW}
     return Attempt(attempt=number, **(facts | changes))
 

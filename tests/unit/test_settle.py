@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 
 import pytest
 
@@ -37,34 +36,17 @@ from microtuning_core.domain.settle import (
     decide,
     fail_run,
 )
-from microtuning_core.domain.spec_checks import parse_spec
+from tests.unit.records import RUN_ID, a_plan, a_spec
 
 S = RunStatus
 FC = FailureClass
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
 NOW = BEGAN + timedelta(minutes=5)
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-        "compute": {"deadline_s": 3600},
-    }
-)
+SPEC = a_spec(compute={"deadline_s": 3600})
 
 
 def plan(instance_type: str = "ml.g5.xlarge", spot: bool = False, micro_batch_size: int | None = 8) -> AttemptPlan:
-    return AttemptPlan(
-        instance_type=instance_type,
-        count=1,
-        spot=spot,
-        micro_batch_size=micro_batch_size,
-        max_runtime_s=3600,
-        price_usd_per_hour=Decimal("1.408"),
-    )
+    return a_plan(instance_type=instance_type, spot=spot, micro_batch_size=micro_batch_size)
 
 
 def attempt(number: int = 1, **changes) -> Attempt:

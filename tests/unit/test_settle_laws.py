@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from itertools import permutations
 
 import pytest
@@ -19,34 +18,17 @@ from microtuning_core.domain.run import (
     FINAL,
     TRANSITIONS,
     Attempt,
-    AttemptPlan,
     CheckpointRef,
     Run,
     RunStatus,
     new_run,
 )
 from microtuning_core.domain.settle import MAX_EXECUTIONS, ExecutionFacts, Facts, closed, decide, history
-from microtuning_core.domain.spec_checks import parse_spec
+from tests.unit.records import RUN_ID, a_plan, a_spec
 
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
-SPEC = parse_spec(
-    {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": "s3://bucket/tenants/acme/datasets/x.jsonl"},
-    }
-)
-PLAN = AttemptPlan(
-    instance_type="ml.g5.xlarge",
-    count=1,
-    spot=False,
-    micro_batch_size=8,
-    max_runtime_s=3600,
-    price_usd_per_hour=Decimal("1.408"),
-)
+SPEC = a_spec()
+PLAN = a_plan()
 
 # How a job may end: (status, secondary, reason, seconds billed).
 ENDS = {

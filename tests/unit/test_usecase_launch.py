@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from decimal import Decimal
 
 import pytest
 
 from microtuning_core.domain.names import StackNames
-from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
-from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
 from microtuning_core.usecases.launch import channels, job_request, plain_hyperparameters
 from microtuning_core.usecases.services import StageSettings
+from tests.unit.records import RUN_ID, a_plan, a_spec
 
-RUN_ID = "acme-sort-0a1b2c3d4e5f"
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 NAMES = StackNames("prod", "123456789012", "us-east-1")
 SETTINGS = StageSettings(NAMES, "image:1", 20)
@@ -22,28 +20,11 @@ RUN_FOLDER = f"{OWN}/runs/{RUN_ID}"
 
 
 def spec(**changes):
-    base = {
-        "name": "sort",
-        "tenant": "acme",
-        "model": {"arch": "Transformer"},
-        "algorithm": {"type": "sft"},
-        "data": {"train": f"{OWN}/datasets/x/"},
-        "compute": {"deadline_s": 7200},
-    }
-    return parse_spec(base | changes)
+    return a_spec(**({"data": {"train": f"{OWN}/datasets/x/"}, "compute": {"deadline_s": 7200}} | changes))
 
 
 def attempt(**plan) -> Attempt:
-    facts = {
-        "instance_type": "ml.g5.xlarge",
-        "count": 1,
-        "spot": False,
-        "micro_batch_size": 8,
-        "max_runtime_s": 3600,
-        "price_usd_per_hour": Decimal("1.408"),
-    }
-    made = AttemptPlan(**(facts | plan))
-    return Attempt(attempt=2, job_name=f"prod-{RUN_ID}-a002", lineage=3, plan=made, created_at=NOW)
+    return Attempt(attempt=2, job_name=f"prod-{RUN_ID}-a002", lineage=3, plan=a_plan(**plan), created_at=NOW)
 
 
 def run(**changes) -> Run:

@@ -20,13 +20,14 @@ from microtuning_core.aws.runs import Checkpoint
 from microtuning_core.domain.errors import StaleRevision
 from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.names import StackNames
-from microtuning_core.domain.run import Attempt, AttemptPlan, CheckpointRef, Run, RunStatus, new_run
+from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.checkpoint import prune
 from microtuning_core.usecases.closing import error_text
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.dead_letters import bury
 from microtuning_core.usecases.plan import plan_attempt
+from tests.unit.records import a_cpu_plan
 
 RUN_ID = "acme-sort-0a1b2c3d4e5f"
 JOB = f"prod-{RUN_ID}-a001"
@@ -125,14 +126,7 @@ def run(**changes: Any) -> Run:
 
 
 def attempt(**changes: Any) -> Attempt:
-    plan = AttemptPlan(
-        instance_type="ml.m5.large",
-        count=1,
-        spot=False,
-        micro_batch_size=None,
-        max_runtime_s=3600,
-        price_usd_per_hour=Decimal("0.115"),
-    )
+    plan = a_cpu_plan()
     facts = {"job_name": JOB, "lineage": 1, "plan": plan, "created_at": NOW, "launched_at": NOW}
     return Attempt(attempt=1, **(facts | changes))
 
