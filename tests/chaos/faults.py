@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from microtuning_local import cloud as local
 from tests.chaos.mischief import FOR_GOOD
-from tests.chaos.world import EVERY_STEPS, NAMES, Struck, World, endpoint_pids
+from tests.chaos.world import NAMES, Struck, World, endpoint_pids
 
 Runs = Sequence[Struck]
 CLOUD_TROUBLE_S = 4.0
@@ -32,6 +32,7 @@ class Fault:
 
     at_once: it strikes the stage, and so all runs. spot: needs a spot job. machine: the machine is lost, and with it what
     its mirror had not sent.
+    spoils_a_checkpoint: the newest one does not do, and an older must.
     same_bits: weights and losses must end as if nothing had happened. logs_kept: so that this can be seen in the log.
     ends: how the runs must end, and of which failure class. mixes: may come in a schedule with others.
     """
@@ -42,6 +43,7 @@ class Fault:
     at_once: bool = False
     spot: bool = False
     machine: bool = False
+    spoils_a_checkpoint: bool = False
     same_bits: bool = True
     logs_kept: bool = True
     ends: Literal["completed", "failed", "stopped"] = "completed"
@@ -223,10 +225,10 @@ FAULTS = [
         "not a number, for good", wish(FOR_GOOD), same_bits=False, ends="failed", failure_class="numerics", mixes=False
     ),
     Fault("disk full", wish("disk_full")),
-    Fault("torn checkpoint", wish("torn")),
-    Fault("newest checkpoint damaged on the machine", each(corrupt_on_machine)),
-    Fault("newest checkpoint damaged in S3", each(corrupt_in_s3), machine=True),
-    Fault("newest checkpoint gone from S3", each(delete_in_s3), machine=True),
+    Fault("torn checkpoint", wish("torn"), spoils_a_checkpoint=True),
+    Fault("newest checkpoint damaged on the machine", each(corrupt_on_machine), spoils_a_checkpoint=True),
+    Fault("newest checkpoint damaged in S3", each(corrupt_in_s3), machine=True, spoils_a_checkpoint=True),
+    Fault("newest checkpoint gone from S3", each(delete_in_s3), machine=True, spoils_a_checkpoint=True),
     Fault("capacity exhausted", before=with_faults({"capacity": {"ml.m5.large": 0}}), mixes=False),
     Fault(
         "quota exceeded",
@@ -254,4 +256,3 @@ FAULTS = [
 ]
 SINGLE = {fault.name: fault for fault in FAULTS}
 MIXING = [fault for fault in FAULTS if fault.mixes and not fault.spot]
-STEPS_A_FAULT = EVERY_STEPS + 1

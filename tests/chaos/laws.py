@@ -13,7 +13,8 @@ from microtuning_local.home import local_home
 from microtuning_local.sagemaker.jobs import SPOT_BILLED_FRACTION
 from tests.chaos.faults import Fault
 from tests.chaos.mischief import STEP_S
-from tests.chaos.world import EVERY_STEPS, STEPS, Struck, World, every_process, record_of
+from tests.chaos.world import EVERY_STEPS, STEPS, Struck, World, record_of
+from tests.processes import every_process
 
 # What a machine saves is on its way to S3 for a sweep, and for its upload beside others on two cores.
 MIRROR_LAG_S = 1.5
@@ -73,7 +74,7 @@ def check_lost_steps(run: Struck, faults: Sequence[Fault]) -> None:
     """At most an interval and the step whose checkpoint was being written; of a lost machine, its mirror's lag more."""
     most = EVERY_STEPS + 1
     most += math.ceil(MIRROR_LAG_S / STEP_S) if any(fault.machine for fault in faults) else 0
-    most += EVERY_STEPS * sum("checkpoint" in fault.name for fault in faults)  # one of them was damaged or never whole
+    most += EVERY_STEPS * sum(fault.spoils_a_checkpoint for fault in faults)
     assert all(lost <= most for lost in lost_steps(run)), f"{run.name} lost {lost_steps(run)} steps; allowed are {most}"
 
 

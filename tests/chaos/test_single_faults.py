@@ -65,7 +65,8 @@ def test_a_run_outlives_its_client_whose_clock_was_wrong(
     wishes = world.folder / "wishes"
     wishes.mkdir()
     argv = [sys.executable, "-c", WRONG_CLOCK + BEGIN, recipe, str(wishes)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | python_path()) as client:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as client:
         assert client.stdout is not None
         run_id = client.stdout.readline().strip()
         assert run_id, client.wait()
@@ -74,7 +75,3 @@ def test_a_run_outlives_its_client_whose_clock_was_wrong(
         client.send_signal(signal.SIGKILL)
     world.drive(run)
     check(world, [run], [Fault("client killed")], undisturbed)
-
-
-def python_path() -> dict[str, str]:
-    return {"PYTHONPATH": str(ROOT)}

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from microtuning_local.home import local_home, read_endpoint
 from microtuning_sdk import RLTrainer, Run, SFTTrainer, Stage, connect
 from microtuning_sdk._logs import LogTail
 from tests.chaos.mischief import mischievous
+from tests.processes import processes_of
 
 PATIENCE_S = 240.0
 TICK_EVERY_S = 2.0
@@ -241,24 +242,6 @@ def submit(recipe: str, wishes: str, stage: Stage, *, count: int = STEPS * BATCH
 
 def share_in_place(completions: list[str], answer: list[str]) -> list[float]:
     return [sum(x == y for x, y in zip(c, a, strict=False)) / len(a) for c, a in zip(completions, answer, strict=True)]
-
-
-def processes_of(job_name: str) -> dict[int, int]:
-    """pid -> parent of every process of the job."""
-    return {pid: parent for pid, parent, words in every_process() if f"TRAINING_JOB_NAME={job_name}" in words}
-
-
-def every_process() -> Iterator[tuple[int, int, list[str]]]:
-    """pid, parent, environment of every process that can be looked into."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue  # it ended meanwhile, or is not ours
-        yield int(folder.name), parent, environment
 
 
 def endpoint_pids() -> tuple[int, int]:

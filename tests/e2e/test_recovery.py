@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from microtuning_local import cloud as local
+from tests.processes import processes_of
 
 from .conftest import PATIENCE_S, an_rl_trainer, slowly, sort_rows, wait_for_step, wait_until
 
@@ -50,33 +51,13 @@ def completed_recovery(run: Run) -> dict[str, Any]:
 
 def workers_of(job_name: str) -> list[int]:
     """The training process of a job: the child of its supervisor."""
-    job = job_processes(job_name)
-    return [pid for pid, parent in job.items() if parent in supervisors_of(job_name)]
+    return [pid for pid, parent in processes_of(job_name).items() if parent in supervisors_of(job_name)]
 
 
 def supervisors_of(job_name: str) -> list[int]:
     """The first process of a job."""
-    job = job_processes(job_name)
+    job = processes_of(job_name)
     return [pid for pid, parent in job.items() if parent not in job]
-
-
-def job_processes(job_name: str) -> dict[int, int]:
-    """pid -> parent of every process of the job."""
-    return {pid: parent for pid, parent, environment in processes() if f"TRAINING_JOB_NAME={job_name}" in environment}
-
-
-def processes() -> list[tuple[int, int, list[str]]]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue  # it ended meanwhile, or is not ours
-        found.append((int(folder.name), parent, environment))
-    return found
 
 
 def test_a_worker_killed_in_mid_run_changes_no_bit_of_the_result(
