@@ -234,22 +234,25 @@ class Run:
         began_at_s = time.monotonic()
         self._note_what_is_written(wait=True)
         with self.meter.phase("checkpoint"):
-            snapshot = self.engine.snapshot(copies=not final and has_room_for(bytes_of_state(self.engine.model)))
-            if snapshot is None:
-                self._cadence.saved(now_s=time.monotonic(), stalled_s=time.monotonic() - began_at_s)
-                return
-            loop, step = self.state.as_json(), self.state.step
-
-            def fill(folder: Path) -> None:
-                snapshot.write(folder)
-                (folder / LOOP).write_text(loop, encoding="utf-8")
-
-            described = self._description(finite_only(metrics), final)
-            self._writer.begin(self.job.tree.checkpoints, step, fill, described, self.spec.checkpoint)
-            if final or snapshot.weights is None:
-                self._writer.wait()
-        self._cadence.saved(now_s=time.monotonic(), stalled_s=time.monotonic() - began_at_s)
+            self._begin_to_write(finite_only(metrics), final)
+        now_s = time.monotonic()
+        self._cadence.saved(now_s=now_s, stalled_s=now_s - began_at_s)
         self._note_what_is_written()
+
+    def _begin_to_write(self, metrics: dict[str, float], final: bool) -> None:
+        snapshot = self.engine.snapshot(copies=not final and has_room_for(bytes_of_state(self.engine.model)))
+        if snapshot is None:
+            return
+        loop, step = self.state.as_json(), self.state.step
+
+        def fill(folder: Path) -> None:
+            snapshot.write(folder)
+            (folder / LOOP).write_text(loop, encoding="utf-8")
+
+        described = self._description(metrics, final)
+        self._writer.begin(self.job.tree.checkpoints, step, fill, described, self.spec.checkpoint)
+        if final or snapshot.weights is None:
+            self._writer.wait()
 
     def _note_what_is_written(self, *, wait: bool = False) -> None:
         """Say that a checkpoint is whole; what went wrong with it is raised here."""

@@ -430,5 +430,6 @@ def _with_smaller_micro_batch(request: PlanRequest, plan: Plan, history: Sequenc
         for each in history
         if (each.failure_class, each.instance_type) == (FailureClass.MEMORY, plan.instance_type)
     ]
-    sizes = [plan.micro_batch_size, *(max(1, (_tried_down_to(request, each) or 2) // 2) for each in failed)]
+    tried = [size for each in failed if (size := _tried_down_to(request, each)) is not None]
+    sizes = [plan.micro_batch_size, *(max(1, size // 2) for size in tried)]
     return plan.model_copy(update={"micro_batch_size": min((size for size in sizes if size), default=None)})

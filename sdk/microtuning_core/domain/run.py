@@ -188,6 +188,13 @@ class Run(Record):
     def current(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
+    def wants_job(self, number: int) -> bool:
+        """Whether it goes on with the job of that attempt: its newest, not settled, and nobody asked it to end."""
+        current = self.current
+        if current is None or current.attempt != number or current.is_settled:
+            return False
+        return not (self.verdict or self.stop_requested or current.stop_cause)
+
     def moved_to(self, status: RunStatus, **changes: Any) -> Run:
         """This run with another status; only listed transitions, and staying is always allowed."""
         if status != self.status and status not in TRANSITIONS[self.status]:

@@ -49,19 +49,12 @@ def launch(services: Services, token: str, execution: str, run_id: str, attempt:
     services.runs.put_token(run_id, WaitingState("train", token, execution, attempt))
     now = datetime.now(UTC)
     run = services.runs.update(run_id, lambda run: _asked_for(run, attempt, now))
-    settled = _ask(services, run, now) if _wants_job(run, attempt) else settle(services, run_id, unlaunched=attempt)
+    settled = _ask(services, run, now) if run.wants_job(attempt) else settle(services, run_id, unlaunched=attempt)
     _give_up_job(services, settled, attempt)
 
 
-def _wants_job(run: Run, number: int) -> bool:
-    current = run.current
-    if current is None or current.attempt != number or current.is_settled:
-        return False
-    return not (run.verdict or run.stop_requested or current.stop_cause)
-
-
 def _asked_for(run: Run, number: int, now: datetime) -> Run:
-    fresh = run.current is not None and run.current.launched_at is None and _wants_job(run, number)
+    fresh = run.current is not None and run.current.launched_at is None and run.wants_job(number)
     return run.with_current(launched_at=now) if fresh else run
 
 

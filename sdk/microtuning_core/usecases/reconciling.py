@@ -11,7 +11,7 @@ from functools import partial
 from microtuning_core.domain.layout import run_record_key
 from microtuning_core.domain.mirror import checkpoint_age, looked_at
 from microtuning_core.domain.names import JobName
-from microtuning_core.domain.run import Run, RunStatus
+from microtuning_core.domain.run import RunStatus
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
@@ -89,7 +89,7 @@ def stop_orphans(services: Services) -> None:
     """Stops the stage's jobs that no run wants any more, or that no run has ever wanted as far as anybody remembers."""
     for job in services.jobs.in_progress(services.names.stage):
         if _is_orphan(services, job):
-            _LOG.warning("job %s belongs to nobody and is stopped", job)
+            _LOG.warning("job %s is wanted by no run and is stopped", job)
             services.jobs.stop(str(job))
 
 
@@ -98,13 +98,7 @@ def _is_orphan(services: Services, job: JobName) -> bool:
     run = services.runs.find(job.run_id)
     if run is None:
         return services.objects.read(run_record_key(job.run_id)) is None
-    return not wants_job(run, job.attempt)
-
-
-def wants_job(run: Run, number: int) -> bool:
-    """Whether the run goes on with the job of that attempt: its newest one, not settled, of a run that is not over."""
-    current = run.current
-    return current is not None and current.attempt == number and not current.is_settled and not run.is_final
+    return not run.wants_job(job.attempt)
 
 
 def _reconcile_slots(services: Services) -> None:
