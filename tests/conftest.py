@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,11 @@ LOCAL_SETTINGS = {
     "MICROTUNING_LOCAL_STOP_GRACE_S": "1.5",
     "MICROTUNING_LOCAL_MACHINES": "3",
 }
+
+
+def pytest_configure() -> None:
+    """A shell without job control starts what it puts into the background deaf to Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
