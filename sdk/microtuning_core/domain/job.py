@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 JobStatus = Literal["InProgress", "Completed", "Failed", "Stopping", "Stopped"]
 TERMINAL_STATUSES = frozenset({"Completed", "Failed", "Stopped"})
+ENDED_POOLS = frozenset({"Reused", "Terminated"})
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,11 @@ class StatusChange:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Times are aware UTC; a job that never got a machine has no `started_at` and no seconds."""
+    """Times are aware UTC; a job that never got a machine has no `started_at` and no seconds.
+
+    warm_pool_status: Available, InUse, Reused or Terminated; None where the job asked for no pool.
+    warm_pool_s: seconds its machines were kept and are paid for, one machine each; they grow until the pool has ended.
+    """
 
     job_name: str
     status: str
@@ -37,15 +42,22 @@ class JobFacts:
     changes: tuple[StatusChange, ...] = ()
     artifact_uri: str | None = None
     tags: tuple[tuple[str, str], ...] = ()
+    warm_pool_status: str | None = None
+    warm_pool_s: int | None = None
 
     @property
     def is_terminal(self) -> bool:
         return self.status in TERMINAL_STATUSES
 
+    @property
+    def keeps_pool(self) -> bool:
+        """Whether its warm pool may still cost something: until then `warm_pool_s` is not the last word."""
+        return self.warm_pool_status is not None and self.warm_pool_status not in ENDED_POOLS
+
 
 def job_facts(answer: Mapping[str, Any]) -> JobFacts:
     """The facts in an answer of DescribeTrainingJob; whatever the service left out stays None."""
-    resources = answer.get("ResourceConfig", {})
+    resources, pool = answer.get("ResourceConfig", {}), answer.get("WarmPoolStatus", {})
     return JobFacts(
         job_name=answer["TrainingJobName"],
         status=answer["TrainingJobStatus"],
@@ -61,6 +73,8 @@ def job_facts(answer: Mapping[str, Any]) -> JobFacts:
         spot=answer.get("EnableManagedSpotTraining", False),
         changes=tuple(_change(each) for each in answer.get("SecondaryStatusTransitions", [])),
         artifact_uri=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),
+        warm_pool_status=pool.get("Status"),
+        warm_pool_s=pool.get("ResourceRetainedBillableTimeInSeconds"),
     )
 
 
