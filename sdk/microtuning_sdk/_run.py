@@ -18,6 +18,7 @@ from microtuning_core.domain.layout import S3Uri, output_prefix, parse_s3_uri
 from microtuning_core.domain.names import parse_run_id
 from microtuning_core.domain.run import CheckpointRef, RunStatus
 from microtuning_core.domain.run import Run as RunRecord
+from microtuning_core.domain.spending import entry_days
 from microtuning_sdk import _views
 from microtuning_sdk._commands import answer_to, give
 from microtuning_sdk._connection import Stage, connect
@@ -163,8 +164,7 @@ class Run:
         return Cost(total(entries), view["state"], tuple(latest(entries)))
 
     def _ledger_entries(self, run: RunRecord) -> list[LedgerEntry]:
-        last = run.ended_at or datetime.now(UTC)
-        return self.stage.ledger.entries(run.tenant, self.run_id, run.created_at.date(), last.date())
+        return self.stage.ledger.entries(run.tenant, self.run_id, *entry_days(run, datetime.now(UTC)))
 
     def cancel(self) -> bool:
         """Asks the stage to stop the run: it saves a checkpoint, ends as "stopped", and keeps what it has.

@@ -83,7 +83,9 @@ def check_ledger(run: Struck) -> None:
     owed = sum((machine_usd(each.job_name) for each in run.record.attempts if each.launched_at), Decimal(0))
     cost = run.run.cost()
     assert cost.state == "final", run.story()
-    assert abs(cost.total_usd - owed) < Decimal("1e-8"), f"{run.name}: ledger {cost.total_usd} USD, machines {owed} USD"
+    machines = sum((entry.amount_usd for entry in cost.lines if entry.line == "compute"), Decimal(0))
+    assert abs(machines - owed) < Decimal("1e-8"), f"{run.name}: ledger {machines} USD, machines {owed} USD"
+    assert cost.total_usd == sum((entry.amount_usd for entry in cost.lines), Decimal(0))
 
 
 def machine_usd(job_name: str) -> Decimal:

@@ -478,6 +478,11 @@ class Ledger:
         self.by_id[entry.id] = entry
         return True
 
+    def drop(self, estimate: LedgerEntry) -> None:
+        self.cloud.port()
+        if estimate.id in self.by_id and self.by_id[estimate.id].state == "estimate":
+            del self.by_id[estimate.id]
+
     def entries(self, tenant: str, run_id: str, *_: Any) -> list[LedgerEntry]:
         self.cloud.port()
         return [entry for entry in self.by_id.values() if entry.run_id == run_id]
@@ -607,9 +612,7 @@ class Jobs:
 
     def bill_usd(self, run_id: str) -> Any:
         """What the provider charges for all jobs of the run, whoever wanted them."""
-        return sum(
-            amount_usd(job.billed_s or 0, 1, price_of(job.instance_type).usd_per_hour) for job in self.of_run(run_id)
-        )
+        return sum(amount_usd(job.billed_s or 0, 1, price_of(job.instance_type).usd) for job in self.of_run(run_id))
 
 
 def _manifest(run_id: str, attempt: Any, step: int, now: datetime) -> dict[str, Any]:

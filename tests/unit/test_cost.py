@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microtuning_core.domain.cost import (
-    AttemptRef,
-    HourPrice,
+    CostRef,
     LedgerEntry,
+    UnitPrice,
     amount_usd,
-    billed_seconds,
-    compute_entries,
     cost_so_far,
     days_between,
     latest,
@@ -25,17 +23,23 @@ from microtuning_core.domain.cost import (
     saving_share,
     shown,
     split_whole,
+    superseded,
     total,
 )
 from microtuning_core.domain.job import JobFacts, job_facts
+from microtuning_core.domain.lines import (
+    Measured,
+    billed_seconds,
+    compute_entries,
+)
 
 CASES = Path(__file__).parents[1] / "cases"
-REF = AttemptRef("acme", "acme-sort-0a1b2c3d4e5f", 1)
+REF = CostRef("acme", "acme-sort-0a1b2c3d4e5f", 1)
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 
 
-def price(usd: str = "3.60") -> HourPrice:
-    return HourPrice(Decimal(usd), "a test", date(2026, 1, 1))
+def price(usd: str = "3.60") -> UnitPrice:
+    return UnitPrice(Decimal(usd), "a test", date(2026, 1, 1))
 
 
 def job(**changes) -> JobFacts:
@@ -60,8 +64,8 @@ def described(case: dict) -> JobFacts:
     return job_facts(name | case["describe"])
 
 
-def entries_of(facts: JobFacts, usd: str = "3.60", **more) -> list[LedgerEntry]:
-    return compute_entries(REF, facts, price(usd), NOON + timedelta(days=1), **more)
+def entries_of(facts: JobFacts, usd: str = "3.60") -> list[LedgerEntry]:
+    return compute_entries(REF, facts, price(usd), NOON + timedelta(days=1))
 
 
 # ---------------------------------------------------------------------------------------------------------- cases
@@ -100,13 +104,15 @@ def test_the_same_change_told_four_times_counts_1000_seconds_once():
 
 
 def test_an_entry_says_whose_what_when_how_much_and_by_which_price():
-    [entry] = compute_entries(REF, job(), price_of("ml.g5.xlarge"), NOON, phase_ms={"rollout": 600, "update": 400})
+    measured = Measured({"rollout": 600, "update": 400}, {"sampled": 70}, "tiny-decoder")
+    [entry] = compute_entries(REF, job(), price_of("ml.g5.xlarge"), NOON, measured)
     assert entry.id == "acme-sort-0a1b2c3d4e5f#a001#compute#2026-01-02"
     assert (entry.tenant, entry.line, entry.day, entry.state) == ("acme", "compute", date(2026, 1, 2), "final")
     assert (entry.billed_s, entry.quantity, entry.unit) == (1000, Decimal("0.2777777778"), "instance-hour")
     assert (entry.unit_price_usd, entry.price_as_of) == (Decimal("1.408"), date(2026, 9, 1))
     assert entry.amount_usd == Decimal("0.3911111111")  # 1000 x 1.408 / 3600
     assert (entry.metered_ms, entry.phase_ms) == (1000, {"rollout": 600, "update": 400})
+    assert (entry.tokens, entry.model, entry.price_region) == ({"sampled": 70}, "tiny-decoder", "us-east-1")
 
 
 def test_an_entry_keeps_its_amount_exactly_through_json():
@@ -150,6 +156,7 @@ def test_an_estimate_of_a_day_after_the_end_that_was_billed_counts_for_nothing()
     overrun = compute_entries(REF, late, price(), NOON + timedelta(hours=13))
     assert [entry.day.day for entry in overrun] == [2, 3]
     assert total([*overrun, *entries_of(job())]) == Decimal("1.0")
+    assert superseded([*overrun, *entries_of(job())]) == [overrun[1]]  # the other one is overwritten
 
 
 def test_an_ended_job_without_billed_seconds_is_estimated_by_its_times():
@@ -192,10 +199,12 @@ MAYBE_MOMENT = st.none() | MOMENTS
 @given(MOMENTS, st.integers(0, 10 * 86_400), st.integers(0, 10 * 86_400), PRICES, st.integers(1, 16))
 def test_a_split_at_midnight_keeps_every_second_and_every_cent(start, wall_s, billed_s, usd, count):
     facts = job(started_at=start, ended_at=start + timedelta(seconds=wall_s), billed_s=billed_s, instance_count=count)
-    entries = compute_entries(REF, facts, HourPrice(usd, "a test", date(2026, 1, 1)), start, phase_ms={"a": 7, "b": 11})
+    measured = Measured({"a": 7, "b": 11}, {"trained": 13})
+    entries = compute_entries(REF, facts, UnitPrice(usd, "a test", date(2026, 1, 1)), start, measured)
     assert sum(entry.billed_s for entry in entries) == billed_s
     assert total(entries) == amount_usd(billed_s, count, usd)
     assert sum(entry.metered_ms for entry in entries) == 18
+    assert sum(entry.tokens["trained"] for entry in entries) == 13
     assert all(entry.billed_s >= 0 and entry.amount_usd >= 0 for entry in entries)
 
 

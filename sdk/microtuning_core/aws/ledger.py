@@ -40,6 +40,20 @@ class LedgerStore:
             raise
         return True
 
+    def drop(self, estimate: LedgerEntry) -> None:
+        """Takes an estimate away; a final amount that stands there now stays."""
+        try:
+            self._dynamodb.delete_item(
+                TableName=self._table,
+                Key={"pk": {"S": _pk(estimate.tenant, estimate.day)}, "sk": {"S": estimate.id}},
+                ConditionExpression="attribute_not_exists(pk) OR #state = :estimate",
+                ExpressionAttributeNames={"#state": "state"},
+                ExpressionAttributeValues={":estimate": {"S": "estimate"}},
+            )
+        except ClientError as error:
+            if not lost_condition(error):
+                raise
+
     def month(self, tenant: str, month: str, run_id: str | None = None) -> list[LedgerEntry]:
         """The entries of one UTC month ("2026-11"), of one run or of all."""
         condition, values = "pk = :pk", {":pk": {"S": f"TENANT#{tenant}#{month}"}}

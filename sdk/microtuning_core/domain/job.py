@@ -38,6 +38,7 @@ class JobFacts:
     training_s: int | None = None
     instance_type: str = ""
     instance_count: int = 1
+    volume_gb: int = 0  # the EBS volume of each instance
     spot: bool = False
     changes: tuple[StatusChange, ...] = ()
     artifact_uri: str | None = None
@@ -70,6 +71,7 @@ def job_facts(answer: Mapping[str, Any]) -> JobFacts:
         training_s=answer.get("TrainingTimeInSeconds"),
         instance_type=resources.get("InstanceType", ""),
         instance_count=resources.get("InstanceCount", 1),
+        volume_gb=resources.get("VolumeSizeInGB", 0),
         spot=answer.get("EnableManagedSpotTraining", False),
         changes=tuple(_change(each) for each in answer.get("SecondaryStatusTransitions", [])),
         artifact_uri=answer.get("ModelArtifacts", {}).get("S3ModelArtifacts"),

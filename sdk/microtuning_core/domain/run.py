@@ -10,7 +10,7 @@ submitted -> queued -> planning -> training -> evaluating -> completed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import date, datetime
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ class Recovery(Value):
 
 
 class AttemptPlan(Value):
-    """What an attempt runs on."""
+    """What an attempt runs on. `keep_alive_s`: how long its machines are kept after it (warm_pools.py)."""
 
     instance_type: str
     count: int
@@ -82,6 +82,19 @@ class AttemptPlan(Value):
     micro_batch_size: int | None
     max_runtime_s: int
     price_usd_per_hour: UsdAmount
+    keep_alive_s: int = 0
+    price_source: str | None = None  # None in records of before prices could be refreshed
+    price_as_of: date | None = None
+    price_region: str = "us-east-1"
+
+
+class Metered(Value):
+    """What the container measured of an attempt: its last step, how many it did, time by phase and tokens by kind."""
+
+    step: int = 0
+    steps_done: int = 0  # those done twice count twice
+    phase_ms: dict[str, int] = {}
+    tokens: dict[str, int] = {}
 
 
 class Attempt(Value):
@@ -105,6 +118,7 @@ class Attempt(Value):
     recoveries: tuple[Recovery, ...] = ()
     stop_cause: str | None = None
     cost_state: Literal["none", "estimate", "final"] = "none"
+    metered: Metered | None = None
 
     @property
     def is_settled(self) -> bool:

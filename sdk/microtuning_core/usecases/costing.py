@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from microtuning_core.domain.cost import AttemptRef, LedgerEntry, billed_seconds, compute_entries, price_of, total
+from microtuning_core.domain.cost import CostRef, LedgerEntry, superseded, total
+from microtuning_core.domain.lines import Measured, attempt_entries, attempt_state, plan_price
 from microtuning_core.domain.names import parse_job_name
 from microtuning_core.domain.run import Run
+from microtuning_core.domain.spending import entry_days, model_of
 from microtuning_core.usecases.services import Services
 
 
@@ -18,15 +20,18 @@ def record_cost(services: Services, job_name: str) -> None:
     attempt = next((each for each in run.attempts if each.attempt == name.attempt), None) if run else None
     if run is None or job is None or attempt is None:
         return
-    ref = AttemptRef(run.tenant, run.run_id, name.attempt)
-    for entry in compute_entries(ref, job, price_of(attempt.plan.instance_type), datetime.now(UTC)):
+    now = datetime.now(UTC)
+    ref = CostRef(run.tenant, run.run_id, name.attempt)
+    price = plan_price(attempt.plan, attempt.created_at.date())
+    for entry in attempt_entries(ref, job, price, now, Measured(model=model_of(run))):
         services.ledger.put(entry)
-    _total_up(services, run.run_id, name.attempt, billed_seconds(job, datetime.now(UTC))[1])
+    for estimate in superseded(run_entries(services, run)):
+        services.ledger.drop(estimate)
+    _total_up(services, run.run_id, name.attempt, attempt_state(job, now))
 
 
 def run_entries(services: Services, run: Run) -> list[LedgerEntry]:
-    last_day = (run.ended_at or datetime.now(UTC)).date()
-    return services.ledger.entries(run.tenant, run.run_id, run.created_at.date(), last_day)
+    return services.ledger.entries(run.tenant, run.run_id, *entry_days(run, datetime.now(UTC)))
 
 
 def _total_up(services: Services, run_id: str, number: int, cost_state: str) -> None:

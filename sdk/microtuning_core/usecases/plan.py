@@ -30,6 +30,7 @@ from microtuning_core.usecases.services import Services
 
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
 _TRIES = 8
+_NOT_FOR_THE_CONTAINER = {"keep_alive_s", "price_source", "price_as_of", "price_region"}
 
 
 def plan_attempt(services: Services, run_id: str) -> Run:
@@ -91,7 +92,7 @@ def _write_config(services: Services, run: Run, attempt: Attempt) -> None:
 
 
 def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
-    plan: dict[str, Any] = json.loads(attempt.plan.model_dump_json())
+    plan: dict[str, Any] = json.loads(attempt.plan.model_dump_json(exclude=_NOT_FOR_THE_CONTAINER))
     identity = {"schema_version": 1, "run_id": run.run_id, "attempt": attempt.attempt, "lineage": attempt.lineage}
     lasts_s = mtbf_s(spot=attempt.plan.spot, count=attempt.plan.count, history=history(run))
     return identity | plan | {"mtbf_s": lasts_s}
