@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from microtuning_core.domain.record import Record, UsdAmount
 from microtuning_core.domain.reliability import ON_DEMAND_MTBF_S
 from microtuning_core.domain.spec import RunSpec
 
+from .archives import unpack_zip
 from .failures import PlatformFailure
 from .paths import MlTree
 
@@ -91,8 +91,7 @@ def unpack_code(tree: MlTree) -> None:
     shutil.rmtree(tree.code, ignore_errors=True)
     archives = sorted(channel.glob("*.zip"))
     if archives:
-        with zipfile.ZipFile(archives[0]) as archive:
-            archive.extractall(tree.code)
+        unpack_zip(archives[0], tree.code)
     else:
         shutil.copytree(channel, tree.code)
 

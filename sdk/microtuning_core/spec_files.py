@@ -28,6 +28,7 @@ Lines = dict[str, int]
 
 MAX_BYTES = 1_000_000
 _MAX_DEPTH = 50
+_MAX_VALUES = 20_000  # a second of reading; a megabyte of `1,` is half a minute of it
 _TEXT = "tag:yaml.org,2002:str"
 
 _SCALARS: tuple[tuple[str, str, str], ...] = (
@@ -91,7 +92,7 @@ def dump_spec_text(document: Json) -> str:
 
 def _decoded(data: bytes | str) -> str:
     if len(data) > MAX_BYTES:
-        raise _refused(f"has {len(data)} bytes, and a spec has at most {MAX_BYTES}", None)
+        raise _refused(f"has {len(data)} bytes or more, and a spec has at most {MAX_BYTES}", None)
     if isinstance(data, str):
         return data.removeprefix("\ufeff")
     try:
@@ -128,7 +129,7 @@ def _no_such_number(literal: str) -> float:
 
 def _read_yaml(text: str) -> tuple[Json, Lines]:
     try:
-        _refuse_anchors_and_tags(text)
+        _refuse_dangers(text)
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise _refused(*_explained(error, text)) from error
@@ -142,10 +143,18 @@ def _read_yaml(text: str) -> tuple[Json, Lines]:
     return document, lines
 
 
-def _refuse_anchors_and_tags(text: str) -> None:
-    for event in yaml.parse(text, Loader=_Loader):
+def _refuse_dangers(text: str) -> None:
+    """Anchors, tags, depth and number of values, from the events as they come: of 20,000 opening brackets the scanner
+    reads 50, and not for a minute all of them."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
         mark, tag = event.start_mark, getattr(event, "tag", None)
         line = mark.line + 1 if mark else None
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _refused("is nested too deeply", line)
+        if count > 2 * _MAX_VALUES:  # a field is two events, its name and its value
+            raise _refused(f"holds more than {_MAX_VALUES:,} values; put long lists into the data or the code", line)
         if getattr(event, "anchor", None):
             raise _refused("anchors and aliases (& and *) are not part of a spec", line)
         if tag:

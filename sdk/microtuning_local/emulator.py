@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from microtuning_local.home import Endpoint, Home
 
-ARGV = [sys.executable, "-m", "ministack"]
+ARGV = [sys.executable, "-m", "microtuning_local.gate"]
 
 # A save of the tables at exit takes longer than the exit itself once there are many runs.
 EXIT_GRACE_S = 20.0

@@ -28,16 +28,21 @@ class ObjectStore:
         self._s3 = s3
         self.bucket = bucket
 
-    def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None when there is none."""
-        found = self.read_with_etag(key)
+    def read(self, key: str, *, at_most: int | None = None) -> bytes | None:
+        """The object's bytes, or None when there is none. `at_most`: as of read_with_etag."""
+        found = self.read_with_etag(key, at_most=at_most)
         return None if found is None else found[0]
 
-    def read_with_etag(self, key: str) -> tuple[bytes, str] | None:
-        """The object's bytes and its etag, without quotes."""
+    def read_with_etag(self, key: str, *, at_most: int | None = None) -> tuple[bytes, str] | None:
+        """The object's bytes and its etag, without quotes.
+
+        at_most: one byte more than that is read of a longer one, and nobody's gigabytes into a function's memory: who
+        reads what others wrote gives it, and refuses what has more.
+        """
         try:
             answer = self._s3.get_object(Bucket=self.bucket, Key=key)
-            return answer["Body"].read(), answer["ETag"].strip('"')
+            body = answer["Body"].read(None if at_most is None else at_most + 1)
+            return body, answer["ETag"].strip('"')
         except ClientError as error:
             if is_missing(error):
                 return None

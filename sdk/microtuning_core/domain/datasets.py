@@ -22,6 +22,7 @@ training_container/data/.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import zlib
@@ -73,6 +74,7 @@ _NEEDS = {
 }
 # Names under which the reward function receives what the trainer itself provides.
 _RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
+_PIECE_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -125,6 +127,20 @@ def _plain(name: str, data: bytes) -> bytes:
         return gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidData(name, f"is not a whole gzip file ({error})", next_step="Compress it again.") from error
+
+
+def unpacked_bytes(name: str, data: bytes, most: int) -> int:
+    """The size of a file once it is unpacked, counted up to a little over `most`: a kilobyte of gzip may be a gigabyte."""
+    if not name.endswith(".gz"):
+        return len(data)
+    count = 0
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            while count <= most and (piece := file.read(_PIECE_BYTES)):
+                count += len(piece)
+    except (OSError, EOFError, zlib.error):
+        return count  # what is broken about it is told by whoever reads its rows
+    return count
 
 
 def _parse(name: str, line: int, raw: bytes) -> dict[str, Any]:

@@ -14,7 +14,8 @@
     tenants/<t>/runs/<run_id>/output/
 
 Every prefix ends in "/": without it, run-1 would also be run-10. Keys are raw, as EventBridge carries them; the classic
-S3 notification (percent-encoded, blanks as "+") has its own parser in `events`.
+S3 notification (percent-encoded, blanks as "+") has its own parser in `events`. Digits are ASCII's, since `\\d` takes those
+of every script.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _SPEC = re.compile(r"tenants/(?P<tenant>[^/]+)/specs/(?P<file>[^/]+)")
 _COMMAND = re.compile(r"tenants/(?P<tenant>[^/]+)/commands/(?P<run_id>[^/]+)/(?P<id>[^/]+)\.json")
 # The folder of the rollout log beside the checkpoints, where the mirror to S3 carries it along.
 ROLLOUTS = "rollouts"
-_ROLLOUT_FILE = re.compile(r"step-(?P<step>\d+)\.jsonl")
+_ROLLOUT_FILE = re.compile(r"step-(?P<step>[0-9]{1,12})\.jsonl")
 _CHECKPOINT = re.compile(
-    r"tenants/(?P<tenant>[^/]+)/runs/(?P<run_id>[^/]+)/checkpoints/l(?P<lineage>\d{2,})/"
-    r"(?:step-(?P<step>\d+)/manifest|progress)\.json"
+    r"tenants/(?P<tenant>[^/]+)/runs/(?P<run_id>[^/]+)/checkpoints/l(?P<lineage>[0-9]{2,6})/"
+    r"(?:step-(?P<step>[0-9]{1,12})/manifest|progress)\.json"
 )
 
 
@@ -214,7 +215,7 @@ class S3Uri:
 
 
 _S3_URI = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<key>.+)", re.DOTALL)
-_BAD_PART = re.compile(r"(^|/)\.{1,2}(/|$)|//|[\x00-\x1f#?]")
+_BAD_PART = re.compile(r"(^|/)\.{1,2}(/|$)|^/|//|[\x00-\x1f\x7f-\x9f#?]")
 
 
 def parse_s3_uri(uri: str) -> S3Uri:

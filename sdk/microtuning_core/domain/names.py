@@ -29,8 +29,8 @@ _TENANT = re.compile(r"[a-z][a-z0-9]{1,15}")
 _RUN_ID = re.compile(
     rf"(?P<tenant>[a-z][a-z0-9]{{1,15}})-(?P<slug>[a-z0-9](?:-?[a-z0-9]){{0,19}})-(?P<mark>[{_ALPHABET}]{{12}})"
 )
-_JOB = re.compile(rf"(?P<stage>{_STAGE.pattern})-(?P<run_id>.+)-a(?P<attempt>\d{{3}})")
-_EXECUTION = re.compile(r"(?P<run_id>.+?)(?:-e(?P<number>[1-9]\d*))?")
+_JOB = re.compile(rf"(?P<stage>{_STAGE.pattern})-(?P<run_id>.+)-a(?P<attempt>[0-9]{{3}})")
+_EXECUTION = re.compile(r"(?P<run_id>.+?)(?:-e(?P<number>[1-9][0-9]{0,8}))?")
 
 MAX_SLUG = 20
 MAX_RUN_NAME = 200

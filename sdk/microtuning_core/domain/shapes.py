@@ -10,6 +10,7 @@ from microtuning_core.domain.planning import ModelShape
 
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?([bm])(?![a-z0-9])", re.IGNORECASE)
 _MOST = 10**9  # of anything that a config.json counts
+_MOST_PARAMETERS = 10**14  # a name may hold any number
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -52,7 +53,10 @@ def shape_from_name(name: str) -> ModelShape | None:
     match = _SIZE.search(name.replace("-", " ").replace("_", " "))
     if not match:
         return None
-    parameters = int(float(match[1]) * (1e9 if match[2].lower() == "b" else 1e6))
+    size = float(match[1]) * (1e9 if match[2].lower() == "b" else 1e6)
+    if not 0 < size <= _MOST_PARAMETERS:
+        return None
+    parameters = int(size)
     # Usual decoders are about 100 times as wide as deep and have 12 x width^2 weights a layer.
     hidden = max(256, round((parameters * 100 / 12) ** (1 / 3) / 64) * 64)
     layers = max(4, round(hidden / 100))

@@ -7,8 +7,6 @@ that cannot be stored or shown). Then, once the fields are right: what one part 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -26,17 +24,15 @@ from microtuning_core.domain.algorithms import (
 from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.domain.fields import Json
+from microtuning_core.domain.spec_dangers import dangers, environment_problems, unstorable
 from microtuning_core.domain.spec import POLICIES, RunSpec
 
 MAX_SPEC_BYTES = 200_000  # a run's record holds its spec, and DynamoDB an item of 400 kB
 
-_ENVIRONMENT_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_RESERVED_ENVIRONMENT = ("MICROTUNING_", "SM_", "AWS_")
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL)", re.IGNORECASE)
+_MAX_MESSAGE = 500  # some messages quote what they refuse, and that may be endless
 
 # pydantic's words, where the reader of a spec is helped by others
 _MESSAGES = {
-    "extra_forbidden": "is no field of a spec",
     "missing": "is missing",
     "model_type": "is a mapping of fields to values",
     "dict_type": "is a mapping of names to values",
@@ -55,12 +51,13 @@ def parse_spec(document: Json, lines: Mapping[str, int] | None = None) -> RunSpe
     lines = lines or {}
     if not isinstance(document, Mapping):
         raise InvalidSpec([Problem("spec", "a spec is a mapping of fields to values", lines.get(""))])
-    problems = [*_unstorable(document, ""), *_environment_problems(document.get("environment_variables"))]
+    problems = [*unstorable(document, ""), *environment_problems(document.get("environment_variables"))]
     try:
         spec = RunSpec.model_validate(document)
     except ValidationError as error:
-        raise InvalidSpec(with_lines([*_field_problems(error), *problems], lines)) from None
-    problems += _missing_parts(spec)
+        raise InvalidSpec(with_lines([*field_problems(error), *problems], lines)) from None
+    # Once more of the values as they were understood: "999…" in quotes is a number where a number is asked for.
+    problems += [*unstorable(spec.model_dump(), ""), *dangers(spec), *_missing_parts(spec)]
     if not problems and len(spec.model_dump_json()) > MAX_SPEC_BYTES:
         problems.append(
             Problem("spec", f"has over {MAX_SPEC_BYTES:,} bytes; put long values into the code or the data")
@@ -74,7 +71,8 @@ def with_lines(problems: list[Problem], lines: Mapping[str, int]) -> list[Proble
     """The problems with their lines, one a field: the first that was found."""
     first: dict[str, Problem] = {}
     for each in problems:
-        first.setdefault(each.field, Problem(each.field, each.message, each.line or _line_of(each.field, lines)))
+        message = each.message if len(each.message) <= _MAX_MESSAGE else each.message[:_MAX_MESSAGE] + "…"
+        first.setdefault(each.field, Problem(each.field, message, each.line or _line_of(each.field, lines)))
     return list(first.values())
 
 
@@ -85,16 +83,17 @@ def _line_of(path: str, lines: Mapping[str, int]) -> int | None:
     return lines.get(path)
 
 
-def _field_problems(error: ValidationError) -> list[Problem]:
+def field_problems(error: ValidationError, of: str = "spec") -> list[Problem]:
+    """What pydantic found, in the words of a spec (or a command); `of` is the field of what has none."""
     return [
-        Problem(_path(each["loc"]), _words(each["type"], each["msg"]) + _meant(each["type"], each["loc"]))
+        Problem(_path(each["loc"]) or of, _words(each["type"], each["msg"], of) + _meant(each["type"], each["loc"], of))
         for each in error.errors()
     ]
 
 
-def _meant(kind: str, location: tuple[int | str, ...]) -> str:
+def _meant(kind: str, location: tuple[int | str, ...], of: str) -> str:
     """The field of a spec that an unknown one is likely to have been."""
-    if kind != "extra_forbidden":
+    if kind != "extra_forbidden" or of != "spec":
         return ""
     close = get_close_matches(str(location[-1]), _all_fields(), n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
@@ -114,61 +113,13 @@ def _path(location: tuple[int | str, ...]) -> str:
         del parts[1]
     if len(parts) > 2 and (parts[-1].startswith("literal[") or parts[-1] == "bool"):
         del parts[-1]
-    return ".".join(parts) or "spec"
+    return ".".join(parts)
 
 
-def _words(kind: str, message: str) -> str:
+def _words(kind: str, message: str, of: str) -> str:
+    if kind == "extra_forbidden":
+        return f"is no field of a {of}"
     return _MESSAGES.get(kind, message.removeprefix("Value error, ")).rstrip(".")
-
-
-# --- values that no field may hold -----------------------------------------------------------------------------------
-
-
-def _unstorable(value: Json, path: str) -> Iterator[Problem]:
-    """Numbers that JSON does not have, and text that UTF-8 or a process's environment does not take."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _unstorable_text(str(name), path or "spec")
-            yield from _unstorable(part, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            yield from _unstorable(part, f"{path}.{i}")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(path, "is not a finite number")
-    elif isinstance(value, str):
-        yield from _unstorable_text(value, path)
-
-
-def _unstorable_text(text: str, path: str) -> Iterator[Problem]:
-    if "\0" in text:
-        yield Problem(path, "holds a NUL character")
-    elif any("\ud800" <= character <= "\udfff" for character in text):
-        yield Problem(path.encode("utf-8", "replace").decode(), "holds half of a surrogate pair (\\ud8… alone)")
-
-
-def _environment_problems(variables: Any) -> list[Problem]:
-    """SageMaker takes at most 100 pairs, a key of letters, digits and _ (512), a value of 512 characters.
-
-    Values are never repeated in a message: they may be secret.
-    """
-    if not isinstance(variables, Mapping):
-        return []
-    problems = [Problem("environment_variables", "at most 100 are possible")] if len(variables) > 100 else []
-    for name, value in variables.items():
-        field = f"environment_variables.{name}"
-        problems += [Problem(field, message) for message in _environment_faults(str(name), value)]
-    return problems
-
-
-def _environment_faults(name: str, value: Any) -> Iterator[str]:
-    if not _ENVIRONMENT_NAME.fullmatch(name) or len(name) > 512:
-        yield "a name is letters, digits and _, not starting with a digit"
-    if name.startswith(_RESERVED_ENVIRONMENT):
-        yield f"names starting with {', '.join(_RESERVED_ENVIRONMENT)} are reserved"
-    if isinstance(value, str) and len(value) > 512:
-        yield f"its value has {len(value)} characters; SageMaker takes 512"
-    if _SECRET_NAME.search(name):
-        yield "looks like a secret, and a job's environment is readable by whoever may describe the job"
 
 
 # --- what one part asks of another -----------------------------------------------------------------------------------

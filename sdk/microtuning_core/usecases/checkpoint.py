@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-from microtuning_core.domain.errors import MicrotuningError, NotYetWhole
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from microtuning_core.domain.errors import NotYetWhole
 from microtuning_core.domain.layout import CheckpointKey, progress_key, step_prefix
 from microtuning_core.domain.manifest import MANIFEST_NAME, CheckpointManifest
 from microtuning_core.domain.progress import Progress
+from microtuning_core.domain.record import Record
 from microtuning_core.domain.recovery import newly_complete
 from microtuning_core.domain.retention import superfluous
 from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics
 from microtuning_core.domain.settle import register_checkpoint
 from microtuning_core.usecases.services import Services
 
+MANIFEST_BYTES = 8 * 2**20  # of tens of thousands of files
+PROGRESS_BYTES = 64 * 2**10  # it is kept below 4 kB, and the run's record, of at most 400 kB, takes it in
+_MOST_METRICS = 1000  # a row of the table takes 400 kB
+T = TypeVar("T", bound=Record)
+
 
 def register(services: Services, key: CheckpointKey) -> None:
     """Registers the checkpoint once every file of its manifest is there with its size; NotYetWhole until then."""
     step = key.step if key.step is not None else -1
     prefix = step_prefix(key.run_id, key.lineage, step)
-    body = services.objects.read(prefix + MANIFEST_NAME)
+    body = services.objects.read(prefix + MANIFEST_NAME, at_most=MANIFEST_BYTES)
     if body is None:
         return  # pruned meanwhile
-    manifest = CheckpointManifest.model_validate_json(body)
+    manifest = _understood(services, key, CheckpointManifest, body)
+    if manifest is None:
+        return
     if (manifest.run_id, manifest.lineage, manifest.step) != (key.run_id, key.lineage, step):
-        raise MicrotuningError(f"The manifest at {prefix} speaks of another checkpoint.", next_step="It was ignored.")
+        _refuse(services, key, "speaks of another checkpoint")
+        return
+    if len(manifest.metrics) > _MOST_METRICS:
+        _refuse(services, key, f"metrics: has {len(manifest.metrics)}, and at most {_MOST_METRICS} are kept")
+        return
     sizes = {each.key: each.bytes for each in services.objects.walk(prefix)}
     if any(sizes.get(prefix + file.path) != file.bytes for file in manifest.files):
         raise NotYetWhole(f"checkpoint {prefix}")
     services.runs.put_checkpoint(manifest)
     run = services.runs.update(key.run_id, lambda run: register_checkpoint(run, key.lineage, step, manifest.created_at))
     prune(services, run)
+
+
+def _understood(services: Services, key: CheckpointKey, kind: type[T], body: bytes) -> T | None:
+    """A job's own words. Code of the user's may write anything there: what cannot be read is written down and left alone,
+    for delivered again it would say the same."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        _refuse(services, key, f"{where}: {first['msg']}")
+        return None
+
+
+def _refuse(services: Services, key: CheckpointKey, why: str) -> None:
+    file = "progress.json" if key.step is None else f"step-{key.step}/{MANIFEST_NAME}"
+    services.runs.note(key.run_id, "checkpoint_refused", f"{file} of lineage {key.lineage} was ignored: {why[:300]}")
 
 
 def prune(services: Services, run: Run) -> None:
@@ -50,10 +83,10 @@ def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
     Returns:
         The recoveries that ended with it: their first new step had not been heard of before.
     """
-    document = services.objects.read(progress_key(key.run_id, key.lineage))
-    if document is None:
+    document = services.objects.read(progress_key(key.run_id, key.lineage), at_most=PROGRESS_BYTES)
+    progress = None if document is None else _understood(services, key, Progress, document)
+    if progress is None:
         return []
-    progress = Progress.model_validate_json(document)
     found: list[Recovery] = []
 
     def heard(run: Run) -> Run:

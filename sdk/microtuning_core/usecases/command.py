@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from microtuning_core.domain.branching import asked_to_go_back, find_checkpoint
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.errors import InvalidSpec, MicrotuningError, Problem
@@ -14,7 +16,8 @@ from microtuning_core.domain.layout import CommandKey, answer_key, kept_prefix, 
 from microtuning_core.domain.manifest import MANIFEST_NAME, CheckpointManifest
 from microtuning_core.domain.names import new_run_id
 from microtuning_core.domain.run import CheckpointRef, Run, new_run
-from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.domain.spec_checks import field_problems, parse_spec, with_lines
+from microtuning_core.spec_files import MAX_BYTES
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import settle
 from microtuning_core.usecases.submit import begin_run, check_spec
@@ -22,16 +25,32 @@ from microtuning_core.usecases.submit import begin_run, check_spec
 
 def obey(services: Services, object_key: str, key: CommandKey) -> None:
     """Does what the command says and writes the answer. Given twice it changes nothing more; refused, nothing at all."""
-    body = services.objects.read(object_key)
+    body = services.objects.read(object_key, at_most=MAX_BYTES)
     if body is None:
         raise MicrotuningError(f"The command {object_key} is not there.", next_step="Give it again.")
-    command = Command.model_validate_json(body)
-    services.runs.note(key.run_id, "command", command.verb, client_id=command.client_id)
     try:
-        answer = _do(services, services.runs.get(key.run_id), command, key.command_id)
+        command, run = _understood(body), _known(services, key.run_id)
+        services.runs.note(key.run_id, "command", command.verb, client_id=command.client_id)
+        answer = _do(services, run, command, key.command_id)
     except InvalidSpec as error:
         answer = {"errors": [each.as_dict() for each in error.problems]}
     services.objects.put_json(answer_key(key.run_id, key.command_id), {"command_id": key.command_id} | answer)
+
+
+def _understood(body: bytes) -> Command:
+    if len(body) > MAX_BYTES:
+        raise InvalidSpec([Problem("command", f"has more than {MAX_BYTES} bytes")])
+    try:
+        return Command.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidSpec(with_lines(field_problems(error, of="command"), {})) from None
+
+
+def _known(services: Services, run_id: str) -> Run:
+    run = services.runs.find(run_id)
+    if run is None:
+        raise InvalidSpec([Problem("run_id", f"there is no run {run_id}")])
+    return run
 
 
 def _do(services: Services, run: Run, command: Command, command_id: str) -> dict[str, Any]:

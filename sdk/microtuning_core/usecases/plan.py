@@ -31,6 +31,7 @@ from microtuning_core.usecases.services import Services
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
 _TRIES = 8
 _NOT_FOR_THE_CONTAINER = {"keep_alive_s", "price_source", "price_as_of", "price_region"}
+_CONFIG_BYTES = 2**20  # of a model's config.json; the longest ones have a few kB
 
 
 def plan_attempt(services: Services, run_id: str) -> Run:
@@ -174,10 +175,10 @@ def _shape_of(services: Services, source: str) -> ModelShape | None:
 
 
 def _shape_in(services: Services, config_key: str) -> ModelShape | None:
-    body = services.objects.read(config_key)
+    body = services.objects.read(config_key, at_most=_CONFIG_BYTES)
     try:
         return shape_from_config(json.loads(body)) if body else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSpec([Problem("model.base", f"its config.json is not valid JSON: {error}")]) from error
 
 

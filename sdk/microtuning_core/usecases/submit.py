@@ -17,7 +17,7 @@ from microtuning_core.domain.planning import choose_plan
 from microtuning_core.domain.run import Run, new_run
 from microtuning_core.domain.spec import RunSpec, foreign_locations, locations
 from microtuning_core.domain.spec_checks import parse_spec, with_lines
-from microtuning_core.spec_files import read_spec_text
+from microtuning_core.spec_files import MAX_BYTES, read_spec_text
 from microtuning_core.usecases.data_checks import data_problems
 from microtuning_core.usecases.plan import plan_request
 from microtuning_core.usecases.services import Services
@@ -29,7 +29,7 @@ def submit_upload(services: Services, tenant: str, file: str, etag: str, sequenc
     Also None when the file was replaced before it was read: one run a spec, and each the run of its own spec.
     """
     key = spec_key(tenant, file)
-    stored = services.objects.read_with_etag(key)
+    stored = services.objects.read_with_etag(key, at_most=MAX_BYTES)
     if stored is None:
         raise MicrotuningError(f"The uploaded spec {key} is not there.", next_step="Upload it again.")
     body, stored_etag = stored

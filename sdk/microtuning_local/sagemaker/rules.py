@@ -100,6 +100,9 @@ def check_model(operation: str, request: Mapping[str, Any]) -> None:
 
 def violations(shape: Shape, value: Any, path: str) -> Iterator[str]:
     """Every constraint of the model that `value` breaks, worded as the service words it."""
+    if not is_of_kind(value, shape.type_name):
+        yield broken(value, path, f"Member must be of type {shape.type_name}")
+        return
     match shape.type_name:
         case "structure":
             yield from structure_violations(shape, value, path)
@@ -114,6 +117,19 @@ def violations(shape: Shape, value: Any, path: str) -> Iterator[str]:
             yield from text_violations(shape, value, path)
         case "integer" | "long":
             yield from range_violations(shape, value, path)
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "structure": dict, "map": dict, "list": list, "string": str, "boolean": bool,
+    "integer": int, "long": int, "float": (int, float), "double": (int, float),
+}  # fmt: skip
+
+
+def is_of_kind(value: Any, type_name: str) -> bool:
+    """Whether JSON brought what the model asks for: boto3 sees to that, and others may send anything."""
+    if isinstance(value, bool):
+        return type_name == "boolean"
+    return isinstance(value, _KINDS.get(type_name, object))
 
 
 def structure_violations(shape: Any, value: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -186,6 +186,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    timeout = 120  # of silence on a connection; boto3 opens another
     server: Server
 
     def do_GET(self) -> None:
@@ -267,17 +268,27 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal("AccessDeniedException", "The token in endpoint.json is needed here.", status=403)
 
     def _body(self) -> dict[str, Any]:
-        size = int(self.headers.get("Content-Length") or 0)
-        if size > MAX_BODY_BYTES:
-            self.close_connection = True
-            raise Refusal("RequestEntityTooLarge", f"A request has at most {MAX_BODY_BYTES} bytes.", status=413)
+        size = self._body_size()
         try:
             body = json.loads(self.rfile.read(size) or b"{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal("SerializationException", "The body is not JSON.") from error
         if not isinstance(body, dict):
             raise Refusal("SerializationException", "The body is not a JSON object.")
         return body
+
+    def _body_size(self) -> int:
+        """Of a body whose end is known; else the connection is closed, since what follows is no next request."""
+        told = (self.headers.get("Content-Length") or "0").strip()
+        if self.headers.get("Transfer-Encoding") or not (told.isascii() and told.isdigit() and len(told) < 16):
+            self.close_connection = True
+            raise Refusal(
+                "LengthRequired", "A request states its Content-Length, and has no other encoding.", status=411
+            )
+        if int(told) > MAX_BODY_BYTES:
+            self.close_connection = True
+            raise Refusal("RequestEntityTooLarge", f"A request has at most {MAX_BODY_BYTES} bytes.", status=413)
+        return int(told)
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
         body = json.dumps(answer).encode()
