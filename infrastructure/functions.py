@@ -61,7 +61,16 @@ class Function:
 # Reading and writing the record of a run, wherever it is decided.
 _RECORD = ("list-objects", "run-record", "runs")
 # What the settle loop may find it has to do, whoever runs it.
-_SETTLE = (*_RECORD, "read-checkpoints", "read-training-logs", "tenants", "see-jobs", "stop-jobs", "send-task")
+_SETTLE = (
+    *_RECORD,
+    "read-checkpoints",
+    "read-training-logs",
+    "tenants",
+    "see-jobs",
+    "stop-jobs",
+    "end-pools",
+    "send-task",
+)
 _RESTART = ("start-execution", "see-execution")
 
 FUNCTIONS = (

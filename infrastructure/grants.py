@@ -98,6 +98,7 @@ GRANTS = {
     "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
     "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name
     "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
+    "end-pools": Grant(("sagemaker:UpdateTrainingJob",), (TRAINING_JOBS_ARN,)),
     "create-jobs": Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (TRAINING_JOBS_ARN,)),
     "pass-job-role": Grant(
         ("iam:PassRole",), (JOB_ROLE_ARN,), {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}

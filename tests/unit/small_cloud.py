@@ -52,13 +52,14 @@ from microtuning_core.usecases import (
     registering,
     settle,
     submit,
+    warm_pools,
 )
 from microtuning_core.usecases.services import StageSettings
 
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
 NAMES = StackNames("prod", "123456789012", "us-east-1")
 WORKFLOW = Path(__file__).parents[2] / "infrastructure/workflows/training.asl.json"
-_CLOCKED = (admit, closing, command, costing, launch, plan, reconciling, registering, settle, submit)
+_CLOCKED = (admit, closing, command, costing, launch, plan, reconciling, registering, settle, submit, warm_pools)
 HINTS = frozenset({"training-events", "cost-events", "execution-events", "checkpoints"})
 HOLDS_A_SLOT = frozenset({RunStatus.PLANNING, RunStatus.TRAINING, RunStatus.RECOVERING, RunStatus.EVALUATING})
 
@@ -69,6 +70,7 @@ ENDS: dict[str, tuple[str, str, str | None]] = {
     "no capacity": ("Failed", "Failed", "CapacityError: none"),
     "memory": ("Failed", "Failed", 'AlgorithmError: {"class": "memory", "message": "m"}, exit code: 1'),
     "numerics": ("Failed", "Failed", 'AlgorithmError: {"class": "numerics", "message": "n"}, exit code: 1'),
+    "platform": ("Failed", "Failed", "AlgorithmError: , exit code: 137"),
     "user": ("Failed", "Failed", 'AlgorithmError: {"class": "user", "message": "u"}, exit code: 1'),
     "stopped": ("Stopped", "Stopped", None),
     "max runtime": ("Stopped", "MaxRuntimeExceeded", None),

@@ -21,6 +21,7 @@ from microtuning_core.domain.planning import (
     estimate_memory,
     steps_between_checkpoints,
 )
+from microtuning_core.domain.warm_pools import KEEP_ALIVE_S
 
 FC = FailureClass
 HALF_B = ModelShape(parameters=494_000_000, hidden_size=896, layers=24, vocabulary=151_936, bytes_per_weight=2)
@@ -189,8 +190,25 @@ def test_a_short_cpu_run_never_waits_for_spot(expected_s, spot):
     assert candidates(tiny(total_steps=1000, expected_s=expected_s))[0].spot is spot
 
 
-def test_fast_recovery_means_on_demand():
-    assert not any(plan.spot for plan in candidates(lora(total_steps=1000, recovery="fast")))
+def test_fast_recovery_means_on_demand_on_machines_that_are_kept():
+    kept = {(plan.spot, plan.keep_alive_s) for plan in candidates(lora(total_steps=1000, recovery="fast"))}
+    assert kept == {(False, KEEP_ALIVE_S)}
+
+
+def test_cheap_recovery_keeps_no_machines_on_spot_or_on_demand():
+    kept = {(plan.spot, plan.keep_alive_s) for plan in candidates(lora(total_steps=1000))}
+    assert kept == {(True, 0), (False, 0)}
+
+
+def test_a_fast_run_is_planned_the_same_again_so_that_it_fits_the_machines_kept_for_it():
+    first, again = plans_after(lora(total_steps=1000, recovery="fast"), FC.PLATFORM)
+    assert again == first
+
+
+def test_a_budget_leaves_what_the_kept_machines_may_cost():
+    request = tiny(budget_usd=Decimal(1))
+    cheap, fast = (choose_plan(request.model_copy(update={"recovery": each}), []) for each in ("cheap", "fast"))
+    assert cheap.max_runtime_s - fast.max_runtime_s == KEEP_ALIVE_S
 
 
 @pytest.mark.parametrize("spot", [True, False])

@@ -285,3 +285,13 @@ def test_whatever_is_accepted_reads_back_as_the_same_spec(document):
     except InvalidSpec:
         return
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_fast_recovery_on_spot_is_refused_by_its_field_and_on_auto_taken():
+    with pytest.raises(InvalidSpec) as refused:
+        parse_spec(a_document(compute={"recovery": "fast", "spot": True}), {"compute.recovery": 7})
+    (problem,) = refused.value.problems
+    assert (problem.field, problem.line) == ("compute.recovery", 7)
+    assert "leave spot at auto" in problem.message
+    for spot in ("auto", False):
+        assert parse_spec(a_document(compute={"recovery": "fast", "spot": spot})).compute.recovery == "fast"

@@ -52,6 +52,16 @@ class TrainingJobs:
         named = [own_job_name(row["TrainingJobName"], stage) for page in pages for row in page["TrainingJobSummaries"]]
         return [name for name in named if name is not None]
 
+    def end_pool(self, job_name: str) -> None:
+        """Gives back the machines that are kept after the job; a pool that is gone, or never was, is success."""
+        try:
+            self._sagemaker.update_training_job(
+                TrainingJobName=job_name, ResourceConfig={"KeepAlivePeriodInSeconds": 0}
+            )
+        except ClientError as error:
+            if not is_missing(error) and code_of(error) != "ValidationException":
+                raise
+
     def stop(self, job_name: str) -> None:
         """Asks the job to stop; one that has ended meanwhile is success."""
         try:

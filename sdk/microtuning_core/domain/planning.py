@@ -20,6 +20,7 @@ from microtuning_core.domain.catalog import CATALOG, InstanceType, find
 from microtuning_core.domain.errors import BudgetExceeded, NothingFits
 from microtuning_core.domain.failures import NO_ROOM, AttemptSummary, FailureClass, no_room_streak
 from microtuning_core.domain.record import UsdAmount, Value
+from microtuning_core.domain.warm_pools import keep_alive_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +107,10 @@ class PlanRequest(Value):
 
 
 class Plan(Value):
-    """What an attempt runs on. `price_usd_per_hour`: on-demand, of one instance; for spot it is the upper bound."""
+    """What an attempt runs on. `price_usd_per_hour`: on-demand, of one instance; for spot it is the upper bound.
+
+    keep_alive_s: how long its machines are kept after it for a next attempt.
+    """
 
     instance_type: str
     count: int
@@ -114,6 +118,7 @@ class Plan(Value):
     micro_batch_size: int | None
     max_runtime_s: int
     price_usd_per_hour: UsdAmount
+    keep_alive_s: int = 0
     notices: tuple[str, ...] = ()
 
 
@@ -263,6 +268,7 @@ def _plan(request: PlanRequest, row: InstanceType, spot: bool) -> Plan:
         micro_batch_size=_largest_micro_batch(request, row),
         max_runtime_s=_runtime_s(request, row),
         price_usd_per_hour=row.price_usd_per_hour,
+        keep_alive_s=keep_alive_s(request.recovery, spot=spot),
         notices=_notices(request, row),
     )
 
@@ -334,12 +340,17 @@ def _runtime_s(request: PlanRequest, row: InstanceType) -> int:
         return request.max_runtime_s
     usd_per_hour = row.price_usd_per_hour * request.count
     bought_s = int((request.budget_usd - request.spent_usd) * 3600 / usd_per_hour)
-    return min(request.max_runtime_s, bought_s - STOP_RESERVE_S)
+    return min(request.max_runtime_s, bought_s - _reserve_s(request))
+
+
+def _reserve_s(request: PlanRequest) -> int:
+    """Of what the budget buys, what is not for training: the end of the job, and machines that may be kept after it."""
+    return STOP_RESERVE_S + keep_alive_s(request.recovery, spot=request.spot is True)
 
 
 def _too_dear(request: PlanRequest, rows: Sequence[InstanceType]) -> BudgetExceeded:
     cheapest = min(rows, key=lambda row: row.price_usd_per_hour)
-    least = cheapest.price_usd_per_hour * request.count * (SHORTEST_RUNTIME_S + STOP_RESERVE_S) / 3600
+    least = cheapest.price_usd_per_hour * request.count * (SHORTEST_RUNTIME_S + _reserve_s(request)) / 3600
     left = (request.budget_usd or Decimal(0)) - request.spent_usd
     return BudgetExceeded(left, least.quantize(Decimal("0.0001"), ROUND_UP), cheapest.instance_type)
 

@@ -89,7 +89,9 @@ class ComputeSpec(Value):
         "none", description="of what processes send each other; half the bytes, and gradients rounded"
     )
     spot: Literal["auto"] | bool = "auto"
-    recovery: Literal["fast", "cheap"] = "cheap"
+    recovery: Literal["fast", "cheap"] = Field(
+        "cheap", description="fast: on-demand, and the machines are kept for a next attempt (a warm pool)"
+    )
     hung_after_s: int | None = Field(
         None, ge=1, description="silence after which a worker counts as hung; by default 600, of a custom loop 3600"
     )

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,8 +23,8 @@ from microtuning_core.domain.algorithms import (
 from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.domain.fields import Json
-from microtuning_core.domain.spec_dangers import dangers, environment_problems, unstorable
 from microtuning_core.domain.spec import POLICIES, RunSpec
+from microtuning_core.domain.spec_dangers import dangers, environment_problems, unstorable
 
 MAX_SPEC_BYTES = 200_000  # a run's record holds its spec, and DynamoDB an item of 400 kB
 
@@ -126,7 +125,7 @@ def _words(kind: str, message: str, of: str) -> str:
 
 
 def _missing_parts(spec: RunSpec) -> list[Problem]:
-    problems = [*_about_rewards(spec), *_about_model(spec), *_about_processes(spec)]
+    problems = [*_about_rewards(spec), *_about_model(spec), *_about_processes(spec), *_about_recovery(spec)]
     named = code_entries(spec)
     if spec.code is None and named:
         problems.append(Problem("code", f"{named[0]} is code of yours, and the spec names no code that holds it"))
@@ -187,6 +186,15 @@ def _about_processes(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("compute.processes", f"a batch of {spec.algorithm.batch_size} cannot be shared by {processes}")
     if named != "auto" and processes > (room := CATALOG[named].gpus or CATALOG[named].vcpus):
         yield Problem("compute.processes", f"{named} has room for {room}")
+
+
+def _about_recovery(spec: RunSpec) -> Iterator[Problem]:
+    if spec.compute.recovery == "fast" and spec.compute.spot is True:
+        message = (
+            "keeps the machines for a next attempt, which SageMaker does not do for spot; leave spot at auto "
+            "(on-demand then), or take cheap"
+        )
+        yield Problem("compute.recovery", f"fast {message}")
 
 
 def code_entries(spec: RunSpec) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from microtuning_core.aws.training_jobs import Refused
 from microtuning_core.domain.errors import LaunchRefused
-from microtuning_core.domain.failures import FailureClass
+from microtuning_core.domain.failures import Failure, FailureClass
 from microtuning_core.domain.layout import (
     S3Uri,
     checkpoints_prefix,
@@ -29,8 +29,10 @@ from microtuning_core.domain.spec import (
     teacher_uri,
     warm_data,
 )
+from microtuning_core.domain.warm_pools import is_about_pool
 from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_core.usecases.settle import settle
+from microtuning_core.usecases.warm_pools import end_unfit_pools
 
 CHECKPOINT_PATH = "/opt/ml/checkpoints"
 _VOLUME_GIB = 50
@@ -65,12 +67,30 @@ def _ask(services: Services, run: Run, now: datetime) -> Run:
     except Refused as error:
         if error.failure.failure_class == FailureClass.THROTTLED:
             raise LaunchRefused(error.failure.failure_class, error.failure.message) from error
+        if current.plan.keep_alive_s and is_about_pool(error.failure):
+            return _ask_without_pool(services, run, now, error.failure)
         return settle(services, run.run_id, refusal=error.failure, unlaunched=current.attempt)
     if current.launched_at == now:
         services.runs.note(
             run.run_id, "launched", current.job_name, attempt=current.attempt, instance_type=current.plan.instance_type
         )
+        end_unfit_pools(services, run)
     return settle(services, run.run_id)
+
+
+def _ask_without_pool(services: Services, run: Run, now: datetime, refusal: Failure) -> Run:
+    """The account may keep no machines of this type: the job is asked for without, and its user told what to request."""
+    number = run.attempts[-1].attempt
+    run = services.runs.update(run.run_id, lambda run: _without_pool(run, number))
+    services.runs.note(run.run_id, "no_warm_pool", f"started without a warm pool: {refusal.message}", attempt=number)
+    return _ask(services, run, now) if run.wants_job(number) else settle(services, run.run_id, unlaunched=number)
+
+
+def _without_pool(run: Run, number: int) -> Run:
+    current = run.current
+    if current is None or current.attempt != number:
+        return run
+    return run.with_current(plan=current.plan.model_copy(update={"keep_alive_s": 0}))
 
 
 def _give_up_job(services: Services, run: Run, number: int) -> None:
@@ -108,6 +128,7 @@ def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str
             "InstanceType": plan.instance_type,
             "InstanceCount": plan.count,
             "VolumeSizeInGB": _VOLUME_GIB,
+            **({"KeepAlivePeriodInSeconds": plan.keep_alive_s} if plan.keep_alive_s else {}),
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": plan.max_runtime_s},
         "EnableManagedSpotTraining": plan.spot,

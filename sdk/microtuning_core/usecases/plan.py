@@ -26,12 +26,13 @@ from microtuning_core.domain.settle import fail_run, history
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
 from microtuning_core.domain.spec import POLICIES, RunSpec, reward_bases, reward_models
 from microtuning_core.domain.spec_checks import dump_spec
+from microtuning_core.domain.warm_pools import kept_usd
 from microtuning_core.usecases.services import Services
 
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
 _TRIES = 8
-_NOT_FOR_THE_CONTAINER = {"keep_alive_s", "price_source", "price_as_of", "price_region"}
 _CONFIG_BYTES = 2**20  # of a model's config.json; the longest ones have a few kB
+_NOT_FOR_THE_CONTAINER = {"keep_alive_s", "price_source", "price_as_of", "price_region"}
 
 
 def plan_attempt(services: Services, run_id: str) -> Run:
@@ -54,7 +55,7 @@ def plan_attempt(services: Services, run_id: str) -> Run:
 def _plan(services: Services, run: Run) -> Run:
     run_id = run.run_id
     try:
-        plan = choose_plan(plan_request(services, run.spec, spent_usd=_spent_usd(run)), history(run))
+        plan = choose_plan(plan_request(services, run.spec, spent_usd=_spent_usd(run, datetime.now(UTC))), history(run))
     except (NothingFits, BudgetExceeded, InvalidSpec) as error:
         reason = str(error)
         return services.runs.update(run_id, lambda run: fail_run(run, reason, FailureClass.USER))
@@ -93,6 +94,7 @@ def _write_config(services: Services, run: Run, attempt: Attempt) -> None:
 
 
 def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
+    """What the container is told of its attempt; what happens to its machines afterwards is none of its business."""
     plan: dict[str, Any] = json.loads(attempt.plan.model_dump_json(exclude=_NOT_FOR_THE_CONTAINER))
     identity = {"schema_version": 1, "run_id": run.run_id, "attempt": attempt.attempt, "lineage": attempt.lineage}
     lasts_s = mtbf_s(spot=attempt.plan.spot, count=attempt.plan.count, history=history(run))
@@ -182,9 +184,8 @@ def _shape_in(services: Services, config_key: str) -> ModelShape | None:
         raise InvalidSpec([Problem("model.base", f"its config.json is not valid JSON: {error}")]) from error
 
 
-def _spent_usd(run: Run) -> Decimal:
-    """What earlier attempts cost at most: billed seconds at the on-demand price."""
+def _spent_usd(run: Run, now: datetime) -> Decimal:
+    """What earlier attempts cost at most: billed seconds at the on-demand price, and machines kept between them."""
     billed = [each for each in run.attempts if each.billed_s]
-    return sum(
-        (amount_usd(each.billed_s or 0, each.plan.count, each.plan.price_usd_per_hour) for each in billed), Decimal(0)
-    )
+    trained = (amount_usd(each.billed_s or 0, each.plan.count, each.plan.price_usd_per_hour) for each in billed)
+    return sum(trained, Decimal(0)) + kept_usd(run.attempts, now)

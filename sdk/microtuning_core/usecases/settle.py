@@ -28,6 +28,7 @@ from microtuning_core.domain.settle import (
     decide,
 )
 from microtuning_core.usecases.services import Services
+from microtuning_core.usecases.warm_pools import end_pools
 
 _TRIES = 8
 
@@ -159,6 +160,7 @@ def close(services: Services, run: Run, error: str | None = None) -> Run:
     if not latest.is_final:
         services.runs.note(run.run_id, "ended", ended.reason or "", status=ended.status)
     grant_slots(services)
+    end_pools(services, ended)
     attempt = ended.current
     leftover = attempt is not None and not attempt.is_settled
     if leftover or ended.rollback_to:
