@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real chaos check fix template bench bench-start bench-demo bench-trl bench-recovery clean
+.PHONY: help demo test test-real chaos check audit sbom fix template bench bench-start bench-demo bench-trl bench-recovery clean
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,13 @@ check: $(VENV)/.test  ## Lint, types and import arrows.
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy -p microtuning_core -p microtuning_sdk -p microtuning_local -p functions -p infrastructure -p training_container
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/bandit --quiet --configfile pyproject.toml --recursive sdk functions infrastructure training_container
+
+audit: $(VENV)/.test  ## Ask the advisory service for known faults in what constraints.txt pins (ARGS=--if-reachable for CI).
+	@$(BIN)/python -m tests.supply_chain audit $(ARGS)
+
+sbom: $(VENV)/.test  ## Write build/sbom.json: what is installed, as CycloneDX.
+	@$(BIN)/python -m tests.supply_chain sbom
 
 fix: $(VENV)/.test  ## Let ruff mend and format.
 	@$(BIN)/ruff check --fix .

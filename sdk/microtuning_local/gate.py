@@ -48,7 +48,9 @@ def _is_own_name(host: str) -> bool:
 
 
 async def _refuse(send: Any) -> None:
-    body = json.dumps({"__type": "AccessDeniedException", "message": "Only programs on this machine may call."}).encode()
+    body = json.dumps(
+        {"__type": "AccessDeniedException", "message": "Only programs on this machine may call."}
+    ).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 403, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REGION = "us-east-1"
 ACCOUNT = "000000000000"
-ROOT_SECRET = "test"
+ROOT_SECRET = "test"  # nosec B105 # the emulator's own; behind the gate only programs of this machine can say it
 STAGE = "local"
 
 

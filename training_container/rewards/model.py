@@ -54,7 +54,7 @@ class ModelReward:
         place = unpacked(folder)
         self._device = torch.device(device)
         with loading(f"The tokenizer of the reward model in the channel {folder.name}"):
-            self._tokenizer = AutoTokenizer.from_pretrained(place)
+            self._tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)  # nosec B615 # a folder
         is_adapter = (place / ADAPTER_FILE).is_file()
         with loading(f"The reward model in the channel {folder.name}"):
             model = load_adapted(place, self._tokenizer, base) if is_adapter else load_scoring(place)
@@ -139,7 +139,7 @@ def refuse_adapters_without_score(place: Path, config: Mapping[str, Any]) -> Non
 
 
 def load_whole(source: str, **options: Any) -> Any:
-    return AutoModelForSequenceClassification.from_pretrained(
+    return AutoModelForSequenceClassification.from_pretrained(  # nosec B615 # a folder, or the revision is an option
         source, dtype=torch.float32, num_labels=1, trust_remote_code=False, **options
     )
 

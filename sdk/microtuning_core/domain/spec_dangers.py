@@ -45,7 +45,7 @@ _SECRET_VALUE = re.compile(
     r"|\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-_LOOKS_SECRET = "looks like a secret, and {} readable by whoever may describe the job; keep it in Secrets Manager"
+_IN_PLAIN_SIGHT = "looks like a secret, and {} readable by whoever may describe the job; keep it in Secrets Manager"
 
 
 def dangers(spec: RunSpec) -> Iterator[Problem]:
@@ -120,21 +120,21 @@ def _environment_faults(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, str) and len(value) > 512:
         yield f"its value has {len(value)} characters; SageMaker takes 512"
     if is_secret_name(name) or _is_secret_value(value):
-        yield _LOOKS_SECRET.format("a job's environment is")
+        yield _IN_PLAIN_SIGHT.format("a job's environment is")
 
 
 def _secrets(value: Json, field: str) -> Iterator[Problem]:
     if isinstance(value, Mapping):
         for name, part in value.items():
             if isinstance(part, str) and part and is_secret_name(str(name)):
-                yield Problem(f"{field}.{name}", _LOOKS_SECRET.format("hyperparameters are"))
+                yield Problem(f"{field}.{name}", _IN_PLAIN_SIGHT.format("hyperparameters are"))
             else:
                 yield from _secrets(part, f"{field}.{name}")
     elif isinstance(value, list):
         for i, part in enumerate(value):
             yield from _secrets(part, f"{field}.{i}")
     elif _is_secret_value(value):
-        yield Problem(field, _LOOKS_SECRET.format("hyperparameters are"))
+        yield Problem(field, _IN_PLAIN_SIGHT.format("hyperparameters are"))
 
 
 def is_secret_name(name: str) -> bool:
