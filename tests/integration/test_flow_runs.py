@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from microtuning_core.aws.admissions import AdmissionStore
 from microtuning_core.domain.catalog import find
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.layout import checkpoints_prefix
@@ -344,6 +345,36 @@ def test_twenty_racing_threads_are_given_exactly_five_slots(stage: StageUnderTes
     own_admissions.wait(got[0], "acme", now)  # delivered again
     assert own_admissions.grant(Limits(5), now) == []
     assert len(own_admissions.slots().held) == 5
+
+
+def test_what_a_run_had_before_it_was_taken_up_again_is_given_back_and_what_it_has_since_stays(
+    stage: StageUnderTest, own_admissions: Any
+) -> None:
+    now = datetime.now(UTC)
+    for life in (1, 0):  # the message of its earlier life comes late
+        own_admissions.wait("acme-sort-0a1b2c3d4e5f", "acme", now, life=life)
+    own_admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
+    assert own_admissions.grant(Limits(1), now) == ["acme-sort-0a1b2c3d4e5f"]
+    own_admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
+    assert own_admissions.slots().lives == {"acme-sort-0a1b2c3d4e5f": 1}
+    own_admissions.forget("acme-sort-0a1b2c3d4e5f", 1)
+    assert own_admissions.slots().held == {}
+
+
+def test_slots_of_before_lives_were_counted_are_read_and_given_back(stage: StageUnderTest) -> None:
+    old = {"pk": {"S": "STAGE"}, "sk": {"S": "SLOTS"}, "revision": {"N": "7"}}
+    held = {"acme-sort-0a1b2c3d4e5f": {"S": "acme"}, "acme-sort-0a1b2c3d4e60": {"S": "acme"}}
+    with stage.a_table() as table:
+        stage.client("dynamodb").put_item(TableName=table, Item=old | {"held": {"M": held}})
+        waiting = {"tenant": {"S": "acme"}, "since": {"S": "2026-01-02T03:04:05+00:00"}}
+        entry = {"pk": {"S": "STAGE"}, "sk": {"S": "WAIT#acme-sort-0a1b2c3d4e61"}}
+        stage.client("dynamodb").put_item(TableName=table, Item=entry | waiting)
+        admissions = AdmissionStore(stage.client("dynamodb"), table)
+        admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
+        assert admissions.grant(Limits(2), datetime.now(UTC)) == ["acme-sort-0a1b2c3d4e61"]
+        assert set(admissions.slots().held.values()) == {"acme"}
+        admissions.release("acme-sort-0a1b2c3d4e60", 3)
+        assert set(admissions.slots().held) == {"acme-sort-0a1b2c3d4e61"}
 
 
 # -- executions that die -----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.cloud
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases"
+SHORTEST_SCHEDULE_S = 60.0  # EventBridge knows no shorter one; the local cloud's reconciler has it
 HANDLERS = sorted(path.stem for path in (ROOT / "functions").glob("*.py") if not path.stem.startswith("_"))
 
 
@@ -236,6 +237,12 @@ def test_a_run_whose_job_events_never_come_ends_with_a_tick_and_is_paid_once(
     local.tick()
     assert (run.status, len(ledger(stage, run_id)), run.cost_usd) == ("completed", 1, stage.run(run_id).cost_usd)
     assert run_id not in stage.services.runs.open_run_ids("default")
+
+
+def test_the_schedule_by_itself_ends_a_run_whose_job_events_never_come(stage: StageUnderTest, faults: Any) -> None:
+    faults({"events": {"local-default-*": "drop"}})
+    run = stage.ended(stage.submit(), timeout_s=3 * SHORTEST_SCHEDULE_S)
+    assert (run.status, stage.events(run.run_id, "attempt_ended")) == ("completed", ["completed"])
 
 
 def test_a_job_that_nobody_waits_for_any_more_is_stopped_and_paid(stage: StageUnderTest, faults: Any) -> None:

@@ -359,8 +359,8 @@ def laws_of_a_write(before: Run, after: Run) -> dict[str, bool]:
         or all(getattr(before, name) == getattr(after, name) for name in untouched),
         "only what is over is taken up again": not reopened or (before.is_final and before.rollback_to is not None),
         "a verdict stays": not before.verdict or reopened or said.verdict == before.verdict,
-        "a settled attempt stays as it ended": all(
-            _end_of(old) == _end_of(new)
+        "a settled attempt stays as it ended, but for a bill that comes late": all(
+            _end_of(old) == _end_of(new if old.billed_s else new.model_copy(update=_bill_of(old)))
             for old, new in zip(before.attempts, after.attempts, strict=False)
             if old.outcome
         ),
@@ -383,6 +383,10 @@ def _short(run: Run) -> str:
 
 def _end_of(attempt: Any) -> Any:
     return attempt.model_copy(update={"cost_state": "none", "recoveries": (), "launched_at": None})
+
+
+def _bill_of(attempt: Any) -> dict[str, Any]:
+    return {"billed_s": attempt.billed_s, "training_s": attempt.training_s}
 
 
 @dataclass
@@ -426,22 +430,28 @@ class Admissions(AdmissionStore):
         self.queue: dict[str, tuple[Waiting, datetime | None]] = {}
         self.known: set[str] = set()
 
-    def wait(self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None) -> None:
+    def wait(
+        self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None, *, life: int = 0
+    ) -> None:
+        self.lives: dict[str, int] = {}  # of those that wait or have a slot
         self._cloud.port()
-        self.queue[run_id] = (Waiting(run_id, tenant, since), not_before)
+        if run_id not in self.queue or self.lives[run_id] <= life:
+            self.queue[run_id] = (Waiting(run_id, tenant, since), not_before)
+            self.lives[run_id] = life
 
     def remember(self, tenant: str) -> None:
         self._cloud.port()
         self.known.add(tenant)
 
-    def forget(self, run_id: str) -> None:
+    def forget(self, run_id: str, life: int) -> None:
         self._cloud.port()
-        self.queue.pop(run_id, None)
-        self.release(run_id)
+        if self.lives.get(run_id, 0) <= life:
+            self.queue.pop(run_id, None)
+        self.release(run_id, life)
 
-    def release(self, run_id: str) -> None:
+    def release(self, run_id: str, life: int | None = None) -> None:
         self._cloud.port()
-        if self.held.pop(run_id, None):
+        if (life is None or self.lives.get(run_id, 0) <= life) and self.held.pop(run_id, None):
             self.revision += 1
 
     def slots(self) -> Slots:
@@ -506,6 +516,7 @@ class Jobs:
     def create(self, request: dict[str, Any]) -> None:
         self.cloud.port()
         name = request["TrainingJobName"]
+    late_bills: set[str] = field(default_factory=set)  # jobs whose Describe does not say yet what was billed
         if name in self.made:
             return
         code, made_all_the_same = self.refusals.pop(0) if self.refusals else ("", True)
@@ -568,7 +579,8 @@ class Jobs:
             self.get_a_machine(name)
         self._pause(name)
         status, secondary, reason = ENDS[how]
-        billed = self.trained_s.get(name, 0) if self.made[name].started_at else None
+        had_machine = self.made[name].started_at and name not in self.late_bills
+        billed = self.trained_s.get(name, 0) if had_machine else None
         self._change(
             name,
             status=status,
@@ -583,6 +595,14 @@ class Jobs:
         """A checkpoint of the job's lineage reaches S3."""
         run = self.cloud.runs.records[parse_job_name(name).run_id]
         attempt = run.attempts[parse_job_name(name).attempt - 1]
+    def send_bill(self, name: str) -> None:
+        """What was billed is told, and no event says that it is."""
+        self.late_bills.discard(name)
+        job = self.made[name]
+        if job.is_terminal and job.started_at:
+            billed = self.trained_s.get(name, 0)
+            self.made[name] = replace(job, billed_s=billed, training_s=billed)
+
         key = step_prefix(run.run_id, attempt.lineage, step) + "manifest.json"
         self.cloud.objects.bodies[key] = json.dumps(_manifest(run.run_id, attempt, step, self.cloud.now)).encode()
         self.cloud.send("checkpoints", key=key)
@@ -610,7 +630,10 @@ class Jobs:
         job = self.made.get(attempt.job_name)
         law = f"an attempt ends with its job and is paid as it was billed: {attempt!r}, {job!r}"
         self.cloud.require(job is None or job.is_terminal, law)
-        self.cloud.require((attempt.billed_s or 0) == ((job.billed_s or 0) if job else 0), law)
+        without_job = None if job and job.started_at else 0
+        self.cloud.require(
+            attempt.billed_s == (without_job if job is None or job.billed_s is None else job.billed_s), law
+        )
 
     def bill_usd(self, run_id: str) -> Any:
         """What the provider charges for all jobs of the run, whoever wanted them."""
@@ -652,7 +675,6 @@ class Executions:
 
     cloud: SmallCloud
     by_name: dict[str, Execution] = field(default_factory=dict)
-    half_closed: set[str] = field(default_factory=set)  # runs whose closing was killed: their slot may be free already
 
     def start(self, execution: str, state: dict[str, Any]) -> str:
         self.cloud.port()
@@ -694,8 +716,6 @@ class Executions:
             result = _LAMBDAS[function](self.cloud.services, payload)
         except Died:
             result = None
-            if execution.state == "Close run":
-                self.half_closed.add(parse_execution_name(name)[0])
         if execution.status != "RUNNING" or execution.visit != visit:
             return
         if result is None:

@@ -83,6 +83,15 @@ class Stage(RuleBasedStateMachine):
         self._with_job(pick, lambda name: self._end(name, how), "Starting", "Training", "Interrupted", "Stopping")
 
     @rule(code=st.sampled_from(REFUSALS[:-1]), times=st.integers(1, 5), made=st.booleans())
+    @rule(pick=PICKS)
+    def a_bill_will_come_late(self, pick: int) -> None:
+        self._with_job(pick, self.cloud.jobs.late_bills.add, "Starting", "Training")
+
+    @rule()
+    def late_bills_come(self) -> None:
+        for name in list(self.cloud.jobs.late_bills):
+            self.cloud.jobs.send_bill(name)
+
     def the_next_launches_are_refused(self, code: str, times: int, made: bool) -> None:
         made_all_the_same = made and code == "InternalServerError"
         self.cloud.jobs.refusals = [(code, made_all_the_same)] * times
@@ -104,7 +113,7 @@ class Stage(RuleBasedStateMachine):
             return
         assert cloud.broken is None, cloud.broken
         for run in cloud.runs.records.values():
-            if run.status in HOLDS_A_SLOT and run.run_id not in cloud.executions.half_closed:
+            if run.status in HOLDS_A_SLOT and not run.verdict:
                 assert run.run_id in cloud.admissions.held, f"{run.status} without a slot"
 
     def teardown(self) -> None:
@@ -177,6 +186,7 @@ class Stage(RuleBasedStateMachine):
         self._with_job(0, lambda name: self._finish(name), "Training", "Interrupted")
         self._with_job(0, lambda name: self.cloud.jobs.get_a_machine(name), "Starting")
         self.cloud.now += TICK
+        self.late_bills_come()
         self.cloud.tick()
 
     def _finish(self, name: str) -> None:

@@ -5,11 +5,13 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 
+from microtuning_core.domain.cost import total
 from microtuning_core.domain.run import Run, RunStatus
 from tests.unit.small_cloud import Died, Message, SmallCloud
 
@@ -114,6 +116,25 @@ def assert_given_up(cloud: SmallCloud) -> None:
     cloud.jobs.end(first.job_name, "completed")
     cloud.tick()
     assert the_run(cloud).cost_usd == cloud.jobs.bill_usd(the_run(cloud).run_id) > 0
+    assert the_run(cloud).attempts[0].billed_s == cloud.jobs.made[first.job_name].billed_s > 0
+
+
+def test_a_bill_that_comes_after_the_end_reaches_the_attempt_and_the_ledger_with_the_tick():
+    cloud = trained()
+    name = job_of(cloud, 1)
+    cloud.jobs.late_bills.add(name)
+    cloud.now += timedelta(minutes=2)
+    cloud.jobs.end(name, "completed")
+    cloud.deliver_all(rounds=4)
+    run = the_run(cloud)
+    assert (run.status, run.attempts[0].billed_s, run.attempts[0].paid_s) == (RunStatus.COMPLETED, None, 120)
+    assert (run.attempts[0].cost_state, cloud.runs.open) == ("estimate", {run.run_id})
+    cloud.jobs.send_bill(name)
+    cloud.tick()
+    run = the_run(cloud)
+    assert (run.attempts[0].billed_s, run.attempts[0].cost_state, cloud.runs.open) == (120, "final", set())
+    entries = cloud.ledger.entries(run.tenant, run.run_id)
+    assert total(each for each in entries if each.line == "compute") == cloud.jobs.bill_usd(run.run_id) > 0
 
 
 def test_a_refusal_of_one_of_two_deliveries_is_no_news_of_a_job_that_is_there():
@@ -255,3 +276,42 @@ def test_a_late_closing_does_not_end_the_run_that_was_taken_up_meanwhile():
     just_before(cloud.executions, "status", closed_and_taken_up)
     cloud.deliver(died)
     assert (the_run(cloud).status, the_run(cloud).reopenings) == (RunStatus.TRAINING, 1)
+
+
+def test_the_second_of_two_closings_leaves_the_slot_of_the_run_taken_up_between_them():
+    cloud = trained()
+    cloud.jobs.end(job_of(cloud, 1), "completed")
+    cloud.deliver_all(rounds=2)
+    closing = message(cloud, "invoke")
+
+    def closed_and_taken_up() -> None:
+        cloud.deliver(closing, again=True)
+        says(cloud, "rollback")
+        for _ in range(2):
+            for each in [each for each in cloud.messages if each is not closing]:
+                cloud.deliver(each)
+
+    just_before(cloud.admissions, "forget", closed_and_taken_up)
+    cloud.deliver(closing)
+    run = the_run(cloud)
+    assert (run.reopenings, run.status, run.run_id in cloud.admissions.held) == (1, RunStatus.TRAINING, True)
+
+
+@pytest.mark.parametrize("port", ["forget", "grant"])
+def test_a_closing_that_is_killed_while_it_frees_the_slot_is_finished_by_the_tick(port):
+    cloud = SmallCloud(run_count=2, quota=1)
+    cloud.deliver_all(rounds=3)
+    first, second = cloud.runs.records
+    cloud.jobs.get_a_machine(cloud.runs.records[first].attempts[0].job_name)
+    waits = cloud.executions.by_name[cloud.runs.records[first].execution]
+    cloud.executions.fail(waits.token or "", "States.Timeout", "30 days")  # no rule of ours gave a verdict
+    just_before(cloud.admissions, port, dies)
+    cloud.deliver(message(cloud, "invoke"))
+    cloud.lose_hints()
+    for _ in range(2):
+        cloud.tick()
+        cloud.deliver_all()
+    ended = cloud.runs.records[first]
+    assert (ended.status, ended.reason, ended.executions) == (RunStatus.FAILED, "30 days", 1)
+    assert cloud.jobs.made[ended.attempts[0].job_name].status == "Stopping"
+    assert (cloud.runs.records[second].status, set(cloud.admissions.held)) == (RunStatus.TRAINING, {second})

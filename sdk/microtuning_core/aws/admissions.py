@@ -1,18 +1,22 @@
 """Who runs and who waits: the stage's slots and its queue, in the tenants table.
 
     pk     sk               holds
-    STAGE  SLOTS            revision, and `held`: run_id -> tenant
-    STAGE  WAIT#<run_id>    tenant, since, not_before
+    STAGE  SLOTS            revision, and `held`: run_id -> tenant, life
+    STAGE  WAIT#<run_id>    tenant, since, not_before, life
     STAGE  TENANT#<t>       the tenant was seen here
 
 A slot is given by one transaction (slots at the revision that was read, waiting entry gone), so twenty racing admissions
 against five slots admit five.
+
+A run that is over may be taken up again (`Run.reopenings`): its next life. Who gives back what a run has says in which life
+it saw the run end, and what a later life has stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +36,7 @@ _TRIES = 20
 class Slots:
     revision: int
     held: dict[str, str]  # run_id -> tenant
+    lives: dict[str, int] = field(default_factory=dict)  # run_id -> the life in which it waited for the slot
 
 
 class AdmissionStore:
@@ -39,40 +44,57 @@ class AdmissionStore:
         self._dynamodb = dynamodb
         self._table = table
 
-    def wait(self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None) -> None:
-        """Puts the run into the queue; doing it again only renews `not_before`."""
+    def wait(
+        self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None, *, life: int = 0
+    ) -> None:
+        """Puts the run into the queue; again, it renews `not_before`, and as late news of an earlier life nothing."""
         item: dict[str, Any] = {
             "pk": _STAGE,
             "sk": {"S": f"WAIT#{run_id}"},
             "tenant": {"S": tenant},
             "since": {"S": since.isoformat()},
+            "life": _number(life),
         }
         if not_before:
             item["not_before"] = {"S": not_before.isoformat()}
-        self._dynamodb.put_item(TableName=self._table, Item=item)
+        with _unless_later():
+            self._dynamodb.put_item(
+                TableName=self._table,
+                Item=item,
+                ConditionExpression="attribute_not_exists(life) OR life <= :life",
+                ExpressionAttributeValues={":life": _number(life)},
+            )
 
     def remember(self, tenant: str) -> None:
         """The reconciler looks after the tenants it knows."""
         self._dynamodb.put_item(TableName=self._table, Item={"pk": _STAGE, "sk": {"S": f"TENANT#{tenant}"}})
 
-    def forget(self, run_id: str) -> None:
-        """Takes the run out of the queue and its slot, whichever it has. Doing it twice changes nothing."""
-        self._dynamodb.delete_item(TableName=self._table, Key={"pk": _STAGE, "sk": {"S": f"WAIT#{run_id}"}})
-        self.release(run_id)
+    def forget(self, run_id: str, life: int) -> None:
+        """Takes the run, as it was in that life, out of the queue and its slot. Doing it twice changes nothing."""
+        with _unless_later():
+            self._dynamodb.delete_item(
+                TableName=self._table,
+                Key={"pk": _STAGE, "sk": {"S": f"WAIT#{run_id}"}},
+                ConditionExpression="attribute_not_exists(life) OR life <= :life",
+                ExpressionAttributeValues={":life": _number(life)},
+            )
+        self.release(run_id, life)
 
-    def release(self, run_id: str) -> None:
-        try:
+    def release(self, run_id: str, life: int | None = None) -> None:
+        """Frees the slot, if it was had in that life or before; None = whenever."""
+        condition, values = "attribute_exists(held.#run)", {":one": _number(1)}
+        if life is not None:  # a slot of before lives were counted is text
+            condition = "attribute_type(held.#run, :text) OR held.#run.life <= :life"
+            values |= {":text": {"S": "S"}, ":life": _number(life)}
+        with _unless_later():
             self._dynamodb.update_item(
                 TableName=self._table,
                 Key={"pk": _STAGE, "sk": {"S": "SLOTS"}},
                 UpdateExpression="REMOVE held.#run ADD revision :one",
-                ConditionExpression="attribute_exists(held.#run)",
+                ConditionExpression=condition,
                 ExpressionAttributeNames={"#run": run_id},
-                ExpressionAttributeValues={":one": {"N": "1"}},
+                ExpressionAttributeValues=values,
             )
-        except ClientError as error:
-            if not lost_condition(error):
-                raise
 
     def holds(self, run_id: str) -> bool:
         return run_id in self.slots().held
@@ -84,7 +106,12 @@ class AdmissionStore:
         item = answer.get("Item")
         if item is None:
             return Slots(-1, {})
-        return Slots(int(item["revision"]["N"]), {run: value["S"] for run, value in item["held"]["M"].items()})
+        held = item["held"]["M"]
+        return Slots(
+            int(item["revision"]["N"]),
+            {run: _tenant(value) for run, value in held.items()},
+            {run: int(value["M"]["life"]["N"]) for run, value in held.items() if "M" in value},
+        )
 
     def waiting(self, now: datetime) -> list[Waiting]:
         """Who may be admitted now; those that wait out a lack of capacity are not among them yet."""
@@ -109,14 +136,24 @@ class AdmissionStore:
                 granted.append(chosen[0])
         return granted
 
+    def _life_of(self, run_id: str) -> int | None:
+        """The life in which the run waits; None where it does not, any more."""
+        key = {"pk": _STAGE, "sk": {"S": f"WAIT#{run_id}"}}
+        item = self._dynamodb.get_item(TableName=self._table, Key=key, ConsistentRead=True).get("Item")
+        return None if item is None else int(item.get("life", _number(0))["N"])
+
     def _tenant_of(self, run_id: str) -> str:
         return run_id.split("-", 1)[0]
 
     def _take(self, slots: Slots, run_id: str, tenant: str) -> bool:
         """One slot for one waiting run, if the slots are still as they were read."""
+        life = self._life_of(run_id)
+        if life is None:
+            return False
+        taken = Slots(slots.revision + 1, {**slots.held, run_id: tenant}, {**slots.lives, run_id: life})
         try:
             self._dynamodb.transact_write_items(
-                TransactItems=[self._slots_put(slots, {**slots.held, run_id: tenant}), self._wait_delete(run_id)]  # type: ignore[list-item]
+                TransactItems=[self._slots_put(slots.revision, taken), self._wait_delete(run_id)]  # type: ignore[list-item]
             )
         except ClientError as error:
             if lost_condition(error):
@@ -124,21 +161,19 @@ class AdmissionStore:
             raise
         return True
 
-    def _slots_put(self, slots: Slots, held: dict[str, str]) -> dict[str, Any]:
-        item = {
-            "pk": _STAGE,
-            "sk": {"S": "SLOTS"},
-            "revision": {"N": str(slots.revision + 1)},
-            "held": {"M": {run_id: {"S": tenant} for run_id, tenant in held.items()}},
+    def _slots_put(self, revision: int, slots: Slots) -> dict[str, Any]:
+        held = {
+            run_id: {"M": {"tenant": {"S": tenant}, "life": _number(slots.lives.get(run_id, 0))}}
+            for run_id, tenant in slots.held.items()
         }
         put: dict[str, Any] = {
             "TableName": self._table,
-            "Item": item,
+            "Item": {"pk": _STAGE, "sk": {"S": "SLOTS"}, "revision": _number(slots.revision), "held": {"M": held}},
             "ConditionExpression": "attribute_not_exists(pk)",
         }
-        if slots.revision >= 0:
+        if revision >= 0:
             put["ConditionExpression"] = "revision = :revision"
-            put["ExpressionAttributeValues"] = {":revision": {"N": str(slots.revision)}}
+            put["ExpressionAttributeValues"] = {":revision": _number(revision)}
         return {"Put": put}
 
     def _wait_delete(self, run_id: str) -> dict[str, Any]:
@@ -153,6 +188,26 @@ class AdmissionStore:
             ConsistentRead=True,
         )
         return [item for page in pages for item in page["Items"]]
+
+
+@contextmanager
+def _unless_later() -> Iterator[None]:
+    """A write whose condition does not hold has nothing to do."""
+    try:
+        yield
+    except ClientError as error:
+        if not lost_condition(error):
+            raise
+
+
+def _number(number: int) -> dict[str, Any]:
+    return {"N": str(number)}
+
+
+def _tenant(value: Any) -> str:
+    """Of a slot; of before lives were counted it is text."""
+    tenant: str = value["S"] if "S" in value else value["M"]["tenant"]["S"]
+    return tenant
 
 
 def _time(attribute: Any) -> datetime:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import date, datetime
 from enum import StrEnum
+from math import ceil
 from typing import Any, Literal
 
 from microtuning_core.domain.errors import IllegalTransition
@@ -127,6 +128,13 @@ class Attempt(Value):
 
 class CheckpointRef(Value):
     """One checkpoint of this run, or of another (`run_id`), which then keeps a copy of it under kept/."""
+    @property
+    def paid_s(self) -> int:
+        """Seconds of each machine of an ended attempt: as billed, or (not known yet) as long as it had it, at most."""
+        if self.billed_s is not None or self.started_at is None or self.ended_at is None:
+            return self.billed_s or 0
+        return max(0, ceil((self.ended_at - self.started_at).total_seconds()))
+
 
     lineage: int
     step: int

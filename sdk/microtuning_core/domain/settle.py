@@ -237,10 +237,24 @@ def _settle(
         ended_at=(job.ended_at if job else None) or facts.now,
         settled_at=facts.now,
         launched_at=run.attempts[-1].launched_at if job else None,
-        billed_s=(job.billed_s or 0) if job else billed_s,
-        training_s=(job.training_s or 0) if job else billed_s,
+        billed_s=_told_s(job, job.billed_s) if job else billed_s,
+        training_s=_told_s(job, job.training_s) if job else billed_s,
         checkpoint_step=facts.newest_step if facts.newest_step is not None else _registered_step(run),
     )
+
+
+def _told_s(job: JobFacts, seconds: int | None) -> int | None:
+    """Seconds that SageMaker tells of an ended job. It may do so late; of one that never had a machine it says nothing."""
+    return 0 if seconds is None and job.started_at is None else seconds
+
+
+def billed(run: Run, number: int, job: JobFacts) -> Run:
+    """With what SageMaker billed for that attempt: told later than its end, or of a job that nobody waited for."""
+    found = [each for each in run.attempts if each.attempt == number and each.is_settled]
+    if not found or not job.is_terminal or job.billed_s is None:
+        return run
+    told = found[0].model_copy(update={"billed_s": job.billed_s, "training_s": job.training_s})
+    return run.with_(attempts=tuple(told if each.attempt == number else each for each in run.attempts))
 
 
 def _registered_step(run: Run) -> int | None:
@@ -315,7 +329,7 @@ def history(run: Run) -> list[AttemptSummary]:
     return [
         AttemptSummary(
             failure_class=each.failure.failure_class if each.failure else None,
-            billed_s=each.billed_s or 0,
+            billed_s=each.paid_s,
             checkpoint_step=each.checkpoint_step,
             instance_type=each.plan.instance_type,
             micro_batch_size=each.plan.micro_batch_size,
@@ -412,13 +426,17 @@ def answer(run: Run, waiting: WaitingState, *, holds_slot: bool) -> str | None:
     return {RunStatus.EVALUATING: "completed", RunStatus.RECOVERING: "plan", RunStatus.QUEUED: "admit"}.get(run.status)
 
 
+def judged(run: Run, error: str | None = None) -> Run:
+    """With a verdict. Where it has none, something outside our rules failed: `error` says what."""
+    return fail_run(run, error or "its execution ended without an outcome")
+
+
 def closed(run: Run, now: datetime, error: str | None = None) -> Run:
-    """The final record. Without a verdict something outside our rules failed: `error` says what."""
+    """The final record."""
     if run.is_final:
         return run
-    ended = run if run.verdict else fail_run(run, error or "its execution ended without an outcome")
-    verdict = ended.verdict or "failed"
-    return ended.with_(status=RunStatus(verdict), ended_at=now)
+    ended = judged(run, error)
+    return ended.with_(status=RunStatus(ended.verdict or "failed"), ended_at=now)
 
 
 def register_checkpoint(run: Run, lineage: int, step: int, made_at: datetime | None = None) -> Run:

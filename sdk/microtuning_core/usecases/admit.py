@@ -30,13 +30,15 @@ def admit(services: Services, token: str, execution: str, state: Any, sent_at: d
     services.runs.put_token(run_id, WaitingState("admit", token, execution))
     run = services.runs.update(run_id, _queued)
     if run.waits_out(datetime.now(UTC)):
-        services.admissions.release(run_id)  # whoever sent it back to the queue may not have come to that yet
+        services.admissions.release(
+            run_id, run.reopenings
+        )  # whoever sent it back to the queue may not have come to that yet
     if services.admissions.holds(run_id):
         begin_planning(services, run_id)
     elif run.is_final or run.verdict:
         deliver(services, run_id)
     else:
-        services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before)
+        services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before, life=run.reopenings)
         grant_slots(services)
 
 

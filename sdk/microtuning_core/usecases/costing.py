@@ -6,10 +6,12 @@ from datetime import UTC, datetime
 
 from microtuning_core.domain.cost import CostRef, LedgerEntry, superseded, total
 from microtuning_core.domain.lines import Measured, attempt_entries, attempt_state, plan_price
+from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.names import parse_job_name
 from microtuning_core.domain.run import Run
 from microtuning_core.domain.spending import entry_days, model_of
 from microtuning_core.usecases.services import Services
+from microtuning_core.domain.settle import billed
 
 
 def record_cost(services: Services, job_name: str) -> None:
@@ -27,14 +29,14 @@ def record_cost(services: Services, job_name: str) -> None:
         services.ledger.put(entry)
     for estimate in superseded(run_entries(services, run)):
         services.ledger.drop(estimate)
-    _total_up(services, run.run_id, name.attempt, attempt_state(job, now))
+    _total_up(services, run.run_id, name.attempt, job, now)
 
 
 def run_entries(services: Services, run: Run) -> list[LedgerEntry]:
     return services.ledger.entries(run.tenant, run.run_id, *entry_days(run, datetime.now(UTC)))
 
 
-def _total_up(services: Services, run_id: str, number: int, cost_state: str) -> None:
+def _total_up(services: Services, run_id: str, number: int, job: JobFacts, now: datetime) -> None:
     """The run's cost so far is the sum of its entries, read again, never added to."""
 
     def totalled(run: Run) -> Run:
@@ -47,3 +49,5 @@ def _total_up(services: Services, run_id: str, number: int, cost_state: str) -> 
         return run.with_(cost_usd=total(run_entries(services, run)), attempts=attempts)
 
     services.runs.update(run_id, totalled)
+    cost_state = attempt_state(job, now)
+        run = billed(run, number, job)

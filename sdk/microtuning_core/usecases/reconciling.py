@@ -107,7 +107,7 @@ def _reconcile_slots(services: Services) -> None:
     for run_id in services.admissions.slots().held:
         run = services.runs.find(run_id)
         if run is None or run.is_final or run.waits_out(now):
-            services.admissions.release(run_id)
+            services.admissions.release(run_id, run.reopenings if run else None)
         elif run.status == RunStatus.QUEUED:  # it got the slot, and whoever gave it was gone before telling
             begin_planning(services, run_id)
     grant_slots(services)

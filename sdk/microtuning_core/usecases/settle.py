@@ -26,6 +26,7 @@ from microtuning_core.domain.settle import (
     answer,
     closed,
     decide,
+    judged,
 )
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.warm_pools import end_pools
@@ -117,7 +118,7 @@ def perform(services: Services, run: Run, action: SettleAction) -> None:
         case CloseRun():
             close(services, run)
         case ReleaseSlot():
-            services.admissions.release(run.run_id)
+            services.admissions.release(run.run_id, run.reopenings)
             grant_slots(services)
 
 
@@ -147,15 +148,16 @@ def _deliver_to(services: Services, run: Run, waiting: WaitingState) -> None:
 
 
 def close(services: Services, run: Run, error: str | None = None) -> Run:
-    """Writes the final status, frees the slot and lets the next run in. Closing twice changes nothing.
+    """Gives the verdict, frees the slot, writes the final status, and lets the next run in. Closing twice changes nothing.
 
     Only while the execution that `run` was read with carries it: one that was closed and taken up again meanwhile goes on.
-    The slot goes first, since a run that is over may be taken up, and have a slot again, from that moment on.
+    The slot goes before the final status, since a run that is over may be taken up, and have a slot again, from that moment
+    on; and after the verdict, so that a run without a slot whose closing was killed is not taken up, but closed.
     """
-    latest = services.runs.get(run.run_id)
+    latest = services.runs.update(run.run_id, lambda each: _judged(each, run.execution, error))
     if latest.execution != run.execution:
         return latest
-    services.admissions.forget(run.run_id)
+    services.admissions.forget(run.run_id, latest.reopenings)
     ended = services.runs.update(run.run_id, lambda each: _closed(each, run.execution, error))
     if not latest.is_final:
         services.runs.note(run.run_id, "ended", ended.reason or "", status=ended.status)
@@ -166,6 +168,10 @@ def close(services: Services, run: Run, error: str | None = None) -> Run:
     if leftover or ended.rollback_to:
         settle(services, run.run_id)  # stops a job that nobody waits for any more; takes up a run whose user went back
     return ended
+
+
+def _judged(run: Run, execution: str, error: str | None) -> Run:
+    return judged(run, error) if run.execution == execution else run
 
 
 def _closed(run: Run, execution: str, error: str | None) -> Run:
@@ -182,7 +188,7 @@ def begin_planning(services: Services, run_id: str) -> Run:
     """A run that holds a slot goes on to be planned; one that ended meanwhile gives the slot back."""
     run = services.runs.update(run_id, _planned)
     if run.is_final:
-        services.admissions.forget(run_id)
+        services.admissions.forget(run_id, run.reopenings)
     deliver(services, run_id)
     return run
 
