@@ -8,7 +8,9 @@ from functools import lru_cache
 import boto3
 from pydantic import BaseModel, Field
 
+from functions._stage import TENANTS
 from microtuning_core.domain.names import StackNames
+from microtuning_core.domain.tenants import StageTenants
 from microtuning_core.usecases.services import Services, StageSettings
 
 
@@ -31,7 +33,13 @@ class Environment(BaseModel):
 
     @property
     def settings(self) -> StageSettings:
-        return StageSettings(self.names, self.training_image_uri, self.max_running_runs, self.kms_key_arn or None)
+        return StageSettings(
+            self.names,
+            self.training_image_uri,
+            self.max_running_runs,
+            self.kms_key_arn or None,
+            StageTenants.model_validate_json(TENANTS),
+        )
 
 
 @lru_cache(maxsize=1)

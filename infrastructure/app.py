@@ -10,6 +10,7 @@ from pathlib import Path
 import aws_cdk as cdk
 
 from infrastructure.stack import MicrotuningStack
+from infrastructure.stages import stage_tenants
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +29,8 @@ def build_app(
     app = cdk.App(analytics_reporting=False, outdir=str(outdir) if outdir else None, context=context)
     stage = app.node.try_get_context("stage") or "dev"
     image_uri = app.node.try_get_context("image_uri") or ""
-    MicrotuningStack(app, stage=stage, image_uri=image_uri, root=root, build=build)
+    tenants = stage_tenants(stage, root)
+    MicrotuningStack(app, stage=stage, tenants=tenants, image_uri=image_uri, root=root, build=build)
     return app
 
 

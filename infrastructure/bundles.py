@@ -12,11 +12,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from microtuning_core.domain.tenants import StageTenants, stage_module
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CORE = Path("sdk/microtuning_core")
 HANDLERS = Path("functions")
+STAGE_MODULE = HANDLERS / "_stage.py"
 
 
 def handler_names(root: Path) -> list[str]:
@@ -24,8 +27,10 @@ def handler_names(root: Path) -> list[str]:
     return sorted(path.stem for path in (root / HANDLERS).glob("*.py") if not path.name.startswith("_"))
 
 
-def stage_function(name: str, *, root: Path, into: Path) -> Path:
+def stage_function(name: str, *, root: Path, into: Path, tenants: StageTenants | None = None) -> Path:
     """Write the folder of function `name` from the sources under `root` to `into`/`name`, replacing what was there.
+
+    `tenants` travel with it: whom the stage serves, and how much of it each may use.
 
     Raises:
         FileNotFoundError: functions/<name>.py is missing though FUNCTIONS has a row for it.
@@ -36,6 +41,7 @@ def stage_function(name: str, *, root: Path, into: Path) -> Path:
         target = folder / inside
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+    (folder / STAGE_MODULE).write_text(stage_module(tenants or StageTenants()), encoding="utf-8")
     return folder
 
 

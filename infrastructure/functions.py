@@ -15,7 +15,7 @@ from aws_cdk import aws_logs as logs
 from constructs import Construct
 
 from infrastructure.bundles import stage_function
-from infrastructure.grants import GRANTS, Grant, policy, receive_from, write_own_logs
+from infrastructure.grants import policy, receive_from, write_own_logs
 from infrastructure.names import (
     KEY_ARN,
     PREFIX,
@@ -26,13 +26,16 @@ from infrastructure.names import (
     sub,
 )
 from infrastructure.queues import DEAD_LETTER_QUEUES
+from infrastructure.tenant_grants import all_grants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from infrastructure.grants import Grant
     from infrastructure.parameters import Parameters
     from infrastructure.queues import Queues
+    from microtuning_core.domain.tenants import StageTenants
 
 # AWS's public layer: Powertools 3 with pydantic. Version 37 is the one that its install page names
 # (docs/getting-started/install.md of aws-powertools/powertools-lambda-python at 05d7b181, read 2026-11-30).
@@ -87,20 +90,20 @@ FUNCTIONS = (
         timeout_s=60,
     ),
     Function("on_training_event", _SETTLE, queues=("training-events",)),
-    Function("on_cost_event", (*_RECORD, "ledger", "see-jobs"), queues=("cost-events",)),
+    Function("on_cost_event", (*_RECORD, "read-checkpoints", "ledger", "see-jobs"), queues=("cost-events",)),
     Function("on_checkpoint", (*_RECORD, "read-checkpoints", "prune-checkpoints"), queues=("checkpoints",)),
-    Function("on_execution_ended", (*_SETTLE, *_RESTART), queues=("execution-events",)),
+    Function("on_execution_ended", (*_SETTLE, *_RESTART, "ledger", "see-history"), queues=("execution-events",)),
     Function("admit_run", (*_RECORD, "read-what-specs-name", "tenants", "send-task"), queues=("admissions",), batch=1),
     Function("plan_attempt", (*_RECORD, "read-what-specs-name", "write-config")),
     Function(
         "launch_training",
-        (*_SETTLE, "create-jobs", "pass-job-role", "encrypt-volumes"),
+        (*_SETTLE, "create-jobs", "pass-job-roles", "encrypt-volumes"),
         queues=("launches",),
         batch=1,
     ),
     Function("register_model", (*_RECORD, "read-checkpoints", "read-output", "see-jobs", "write-models")),
     Function("close_run", (*_SETTLE, *_RESTART)),
-    Function("reconcile", (*_SETTLE, *_RESTART, "ledger", "list-jobs"), queues=("ticks",), timeout_s=60),
+    Function("reconcile", (*_SETTLE, *_RESTART, "ledger", "see-history", "list-jobs"), queues=("ticks",), timeout_s=60),
     Function("on_dead_letter", (*_RECORD, "send-task", "write-receipts"), queues=DEAD_LETTER_QUEUES),
 )
 COMMON_GRANTS = ("use-key", "trace")
@@ -121,12 +124,22 @@ class Functions(Construct):
     """`by_name`: the function of each row, with its role, log group and event sources."""
 
     def __init__(
-        self, scope: Construct, *, parameters: Parameters, queues: Queues, image_uri: str, root: Path, build: Path
+        self,
+        scope: Construct,
+        *,
+        parameters: Parameters,
+        queues: Queues,
+        tenants: StageTenants,
+        image_uri: str,
+        root: Path,
+        build: Path,
     ) -> None:
         super().__init__(scope, "Functions")
         self._parameters, self._queues, self._image_uri = parameters, queues, image_uri
+        self._grants = all_grants(tenants)
         self.by_name = {
-            row.name: self._function(row, stage_function(row.name, root=root, into=build)) for row in FUNCTIONS
+            row.name: self._function(row, stage_function(row.name, root=root, into=build, tenants=tenants))
+            for row in FUNCTIONS
         }
 
     def _function(self, row: Function, bundle: Path) -> lambda_.Function:
@@ -139,7 +152,7 @@ class Functions(Construct):
             architecture=lambda_.Architecture.ARM_64,
             handler=f"functions.{row.name}.handler",
             code=lambda_.Code.from_asset(str(bundle)),
-            role=_role(scope, row),
+            role=self._role(scope, row),
             log_group=_log_group(scope, row.name),
             memory_size=row.memory_mb,
             timeout=cdk.Duration.seconds(row.timeout_s),
@@ -149,6 +162,20 @@ class Functions(Construct):
         for queue in row.queues:
             self._read_from(queue, function, row.batch)
         return function
+
+    def _role(self, scope: Construct, row: Function) -> iam.Role:
+        """`tenants` decide what some grants of a row name: whose roles are passed, whose keys are used."""
+        grants: dict[str, Grant] = {"own-logs": write_own_logs(row.name)}
+        if row.queues:
+            grants["own-queues"] = receive_from(row.queues)
+        grants |= {name: self._grants[name] for name in (*row.grants, *COMMON_GRANTS)}
+        return iam.Role(
+            scope,
+            "Role",
+            assumed_by=iam.ServicePrincipal("lambda.amazonaws.com"),
+            description=sub(f"What {function_name(row.name)} may do"),
+            inline_policies={"grants": policy(grants)},
+        )
 
     def _environment(self, row: Function) -> dict[str, str]:
         own = {"POWERTOOLS_SERVICE_NAME": row.name, "TRAINING_IMAGE_URI": self._image_uri}
@@ -162,20 +189,6 @@ class Functions(Construct):
             max_concurrency=MAX_CONCURRENCY,
             report_batch_item_failures=True,
         )
-
-
-def _role(scope: Construct, row: Function) -> iam.Role:
-    grants: dict[str, Grant] = {"own-logs": write_own_logs(row.name)}
-    if row.queues:
-        grants["own-queues"] = receive_from(row.queues)
-    grants |= {name: GRANTS[name] for name in (*row.grants, *COMMON_GRANTS)}
-    return iam.Role(
-        scope,
-        "Role",
-        assumed_by=iam.ServicePrincipal("lambda.amazonaws.com"),
-        description=sub(f"What {function_name(row.name)} may do"),
-        inline_policies={"grants": policy(grants)},
-    )
 
 
 def _log_group(scope: Construct, name: str) -> logs.LogGroup:

@@ -14,23 +14,23 @@ from aws_cdk import aws_iam as iam
 
 from infrastructure.names import (
     BUCKET_ARN,
-    JOB_ROLE_ARN,
     KEY_ARN,
     ON_AWS,
     PREFIX,
-    TRAINING_JOBS_ARN,
     TRAINING_LOGS_ARN,
     construct_id,
+    jobs_arn,
     objects_arn,
     queue_arn,
     regional_arn,
     resolved,
     state_machine_arn,
+    sub,
     table_arn,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _READ = ("s3:GetObject",)
 _WRITE = ("s3:PutObject", "s3:AbortMultipartUpload")
@@ -57,13 +57,31 @@ _EXECUTIONS_ARN = regional_arn("states", f"execution:{PREFIX}:*")
 class Grant:
     """`actions` on `resources` (text with placeholders, see names.py), under `conditions`.
 
-    `emulator_has_no_resource`: AWS compares the action with `resources`, the emulator only with `*`.
+    `on_emulator`: AWS compares the action with `resources`, the emulator with this.
     """
 
     actions: tuple[str, ...]
     resources: tuple[str, ...]
     conditions: dict[str, Any] = field(default_factory=dict)
-    emulator_has_no_resource: bool = False
+    on_emulator: str = ""
+
+
+def encrypt_volumes(*keys: str) -> Grant:
+    """CreateGrant lets the machine's volume use the key; for AWS's own resources only."""
+    return Grant(("kms:CreateGrant", "kms:DescribeKey"), keys, {"Bool": {"kms:GrantIsForAWSResource": "true"}})
+
+
+def use_keys(*keys: str) -> Grant:
+    return Grant(("kms:Decrypt", "kms:GenerateDataKey"), keys)
+
+
+def create_jobs(jobs: str) -> Grant:
+    return Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (jobs,))
+
+
+def pass_roles(*roles: str) -> Grant:
+    """PassRole of these very roles, and to SageMaker alone."""
+    return Grant(("iam:PassRole",), roles, {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}})
 
 
 GRANTS = {
@@ -88,26 +106,22 @@ GRANTS = {
     # The state machine.
     "start-execution": Grant(("states:StartExecution",), (state_machine_arn(),)),
     "see-execution": Grant(("states:DescribeExecution",), (_EXECUTIONS_ARN,)),
+    "see-history": Grant(("states:GetExecutionHistory",), (_EXECUTIONS_ARN,)),
     "send-task": Grant(
         ("states:SendTaskSuccess", "states:SendTaskFailure", "states:SendTaskHeartbeat"),
         (state_machine_arn(),),
-        emulator_has_no_resource=True,
+        on_emulator="*",
     ),
     # Training jobs.
     "read-training-logs": Grant(("logs:DescribeLogStreams",), (TRAINING_LOGS_ARN, f"{TRAINING_LOGS_ARN}:*")),
-    "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (TRAINING_JOBS_ARN,)),
+    "see-jobs": Grant(("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"), (jobs_arn(),)),
     "list-jobs": Grant(("sagemaker:ListTrainingJobs",), ("*",)),  # has no resource to name
-    "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (TRAINING_JOBS_ARN,)),
-    "end-pools": Grant(("sagemaker:UpdateTrainingJob",), (TRAINING_JOBS_ARN,)),
-    "create-jobs": Grant(("sagemaker:CreateTrainingJob", "sagemaker:AddTags"), (TRAINING_JOBS_ARN,)),
-    "pass-job-role": Grant(
-        ("iam:PassRole",), (JOB_ROLE_ARN,), {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
-    ),
-    "encrypt-volumes": Grant(
-        ("kms:CreateGrant", "kms:DescribeKey"), (KEY_ARN,), {"Bool": {"kms:GrantIsForAWSResource": "true"}}
-    ),
+    "stop-jobs": Grant(("sagemaker:StopTrainingJob",), (jobs_arn(),)),
+    "end-pools": Grant(("sagemaker:UpdateTrainingJob",), (jobs_arn(),)),
+    "create-jobs": create_jobs(jobs_arn()),
+    "encrypt-volumes": encrypt_volumes(KEY_ARN),
     # Everyone.
-    "use-key": Grant(("kms:Decrypt", "kms:GenerateDataKey"), (KEY_ARN,)),
+    "use-key": use_keys(KEY_ARN),
     "trace": Grant(("xray:PutTraceSegments", "xray:PutTelemetryRecords"), ("*",)),  # have no resource to name
 }
 
@@ -122,9 +136,10 @@ def receive_from(queues: Iterable[str]) -> Grant:
     return Grant(_RECEIVE, tuple(queue_arn(queue) for queue in queues))
 
 
-def statement(name: str, grant: Grant) -> iam.PolicyStatement:
-    """The grant as IAM statement whose Sid is its name."""
+def statement(name: str, grant: Grant, effect: iam.Effect = iam.Effect.ALLOW) -> iam.PolicyStatement:
+    """The grant as IAM statement whose Sid is its name; with DENY, what is refused whatever else allows it."""
     return iam.PolicyStatement(
+        effect=effect,
         sid=construct_id(name),
         actions=list(grant.actions),
         resources=_resources(grant),
@@ -134,10 +149,12 @@ def statement(name: str, grant: Grant) -> iam.PolicyStatement:
 
 def _resources(grant: Grant) -> list[str]:
     resources: list[str] = resolved(grant.resources)
-    if grant.emulator_has_no_resource:
-        return [cdk.Token.as_string(cdk.Fn.condition_if(ON_AWS, resource, "*")) for resource in resources]
-    return resources
+    if not grant.on_emulator:
+        return resources
+    instead = sub(grant.on_emulator)
+    return [cdk.Token.as_string(cdk.Fn.condition_if(ON_AWS, resource, instead)) for resource in resources]
 
 
-def policy(grants: dict[str, Grant]) -> iam.PolicyDocument:
-    return iam.PolicyDocument(statements=[statement(name, grant) for name, grant in grants.items()])
+def policy(grants: Mapping[str, Grant], denied: Mapping[str, Grant] | None = None) -> iam.PolicyDocument:
+    refusals = [statement(name, grant, iam.Effect.DENY) for name, grant in (denied or {}).items()]
+    return iam.PolicyDocument(statements=[*(statement(name, grant) for name, grant in grants.items()), *refusals])

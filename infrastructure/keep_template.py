@@ -1,4 +1,4 @@
-"""Keep the synthesized template where the local cloud deploys it from: `python -m infrastructure.keep_template`.
+"""Keep the local stage's template and tenants where the local cloud finds them: `python -m infrastructure.keep_template`.
 
 Hashes become names (functions/<name>.zip, a fixed image tag), so that only a change of infrastructure/ changes the file
 and the local cloud needs neither Node nor aws-cdk-lib. Buckets of assets stay as CDK names them.
@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from infrastructure.app import ROOT, build_app
+from infrastructure.stages import stage_tenants
 
+LOCAL = "local"
 KEPT = ROOT / "sdk" / "microtuning_local" / "template" / "template.json"
+KEPT_TENANTS = KEPT.with_name("tenants.json")
 _HANDLER = re.compile(r"functions\.(\w+)\.handler")
 _IMAGE = re.compile(r"(container-assets-[^:]*\$\{AWS::AccountId\}-\$\{AWS::Region\}):[0-9a-f]{64}")
 
 
-def synthesized(root: Path = ROOT) -> dict[str, Any]:
-    """The template as the CDK app gives it for the sources under `root`."""
+def synthesized(stage: str = LOCAL, root: Path = ROOT) -> dict[str, Any]:
+    """The stage's template as the CDK app gives it for the sources under `root`."""
     with tempfile.TemporaryDirectory() as work:
-        assembly = build_app(root=root, build=Path(work) / "lambda", outdir=Path(work) / "out").synth()
+        paths = {"build": Path(work) / "lambda", "outdir": Path(work) / "out"}
+        assembly = build_app(root=root, context={"stage": stage}, **paths).synth()
         template: dict[str, Any] = json.loads(Path(assembly.stacks[0].template_full_path).read_text(encoding="utf-8"))
     return template
 
@@ -50,5 +54,10 @@ def as_text(template: dict[str, Any]) -> str:
     return json.dumps(template, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+def kept_tenants(root: Path = ROOT) -> str:
+    return stage_tenants(LOCAL, root).model_dump_json(indent=1, exclude_defaults=True) + "\n"
+
+
 if __name__ == "__main__":
+    KEPT_TENANTS.write_text(kept_tenants(), encoding="utf-8")
     KEPT.write_text(as_text(with_names_for_hashes(synthesized())), encoding="utf-8")

@@ -17,10 +17,12 @@ PREFIX = "microtuning-${Stage}"
 BUCKET = PREFIX + "-${AWS::AccountId}-${AWS::Region}"
 TRAINING_LOGS_ARN = "arn:${AWS::Partition}:logs:${AWS::Region}:${AWS::AccountId}:log-group:/aws/sagemaker/TrainingJobs"
 BUCKET_ARN = "arn:${AWS::Partition}:s3:::" + BUCKET
-JOB_ROLE = PREFIX + "-job"
-JOB_ROLE_ARN = "arn:${AWS::Partition}:iam::${AWS::AccountId}:role/" + JOB_ROLE
+JOB_ROLE = PREFIX + "-job"  # of tenants without a role of their own
+LAUNCHER_ROLE = PREFIX + "-launcher"
+USER_ROLE = PREFIX + "-user"
+# What IAM puts in when it decides: the tenant that a role session is tagged with. (Fn::Sub makes ${ of ${!.)
+TAGGED_TENANT = "${!aws:PrincipalTag/tenant}"
 STATE_MACHINE = PREFIX
-TRAINING_JOBS_ARN = "arn:${AWS::Partition}:sagemaker:${AWS::Region}:${AWS::AccountId}:training-job/${Stage}-*"
 KEY_ID = "StageKey"  # the logical id of the KMS key
 KEY_ARN = f"${{{KEY_ID}.Arn}}"
 ON_AWS = "IsOnAws"  # the logical id of the condition
@@ -52,9 +54,44 @@ def function_name(name: str) -> str:
     return f"{PREFIX}-{name.replace('_', '-')}"
 
 
-def objects_arn(*patterns: str) -> tuple[str, ...]:
-    """ARNs of the objects of all tenants below each pattern, such as `runs/*/run.json`."""
-    return tuple(f"{BUCKET_ARN}/tenants/*/{pattern}" for pattern in patterns)
+def role_arn(role: str) -> str:
+    return f"arn:${{AWS::Partition}}:iam::${{AWS::AccountId}}:role/{role}"
+
+
+def job_role(tenant: str) -> str:
+    return f"{JOB_ROLE}-{tenant}"
+
+
+def user_role(tenant: str) -> str:
+    return f"{USER_ROLE}-{tenant}"
+
+
+def tenant_key_id(tenant: str) -> str:
+    """The logical id of a tenant's own KMS key."""
+    return f"TenantKey{tenant.capitalize()}"
+
+
+def tenant_key_arn(tenant: str) -> str:
+    return f"${{{tenant_key_id(tenant)}.Arn}}"
+
+
+def tenant_key_alias(tenant: str) -> str:
+    return f"alias/{PREFIX}-{tenant}"
+
+
+def objects_arn(*patterns: str, tenant: str = "*") -> tuple[str, ...]:
+    """ARNs of a tenant's objects, or those of all, below each pattern, such as `runs/*/run.json`."""
+    return tuple(f"{BUCKET_ARN}/tenants/{tenant}/{pattern}" for pattern in patterns)
+
+
+def jobs_arn(tenant: str = "") -> str:
+    """Training jobs of a tenant, or of the whole stage. No tenant's name goes on with a hyphen (core.domain.names)."""
+    return regional_arn("sagemaker", f"training-job/${{Stage}}-{tenant}-*" if tenant else "training-job/${Stage}-*")
+
+
+def log_streams_arn(tenant: str) -> str:
+    """The log streams of a tenant's training jobs."""
+    return f"{TRAINING_LOGS_ARN}:log-stream:${{Stage}}-{tenant}-*"
 
 
 def construct_id(name: str) -> str:

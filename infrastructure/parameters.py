@@ -17,7 +17,7 @@ from infrastructure.names import ON_AWS
 class Parameters(Construct):
     """The parameters of the stack, under their plain names."""
 
-    def __init__(self, scope: Construct, *, stage: str, image_uri: str) -> None:
+    def __init__(self, scope: Construct, *, stage: str, image_uri: str, max_running_runs: int) -> None:
         super().__init__(scope, "Parameters")
         self._text("Stage", stage, "Part of every name; 2 to 6 characters.", allowed_pattern="^[a-z][a-z0-9]{1,5}$")
         self._text(
@@ -31,7 +31,7 @@ class Parameters(Construct):
             "QueueVisibilitySeconds", 180, "How long a message stays hidden while a handler works on it.", 1, 43200
         )
         self._text("ReconcileRate", "rate(5 minutes)", "How often every unfinished run is looked at again.")
-        self._number("MaxRunningRuns", 20, "Runs that may train at the same time.", 1, 1000)
+        self._number("MaxRunningRuns", max_running_runs, "Runs that may train at the same time.", 1, 1000)
         self.on_aws = cdk.CfnCondition(
             self, "IsOnAws", expression=cdk.Fn.condition_equals(on_aws.value_as_string, "true")
         )

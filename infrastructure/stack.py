@@ -15,6 +15,7 @@ from infrastructure.queues import Queues
 from infrastructure.rules import Rules
 from infrastructure.storage import Storage
 from infrastructure.tables import Tables
+from infrastructure.tenants import Tenants
 from infrastructure.training import Training
 from infrastructure.workflow import Workflow
 
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
 
     from constructs import Construct
 
+    from microtuning_core.domain.tenants import StageTenants
+
 
 class MicrotuningStack(cdk.Stack):
     """Everything one stage needs; `stage` and `image_uri` become the defaults of their parameters."""
 
-    def __init__(self, scope: Construct, *, stage: str, image_uri: str, root: Path, build: Path) -> None:
+    def __init__(
+        self, scope: Construct, *, stage: str, tenants: StageTenants, image_uri: str, root: Path, build: Path
+    ) -> None:
         super().__init__(
             scope,
             "Microtuning",
@@ -35,7 +40,7 @@ class MicrotuningStack(cdk.Stack):
             description="Microtuning: post-training of language models in your own account.",
             synthesizer=cdk.DefaultStackSynthesizer(generate_bootstrap_version_rule=False),
         )
-        parameters = Parameters(self, stage=stage, image_uri=image_uri)
+        parameters = Parameters(self, stage=stage, image_uri=image_uri, max_running_runs=tenants.max_running_runs)
         encryption = Encryption(self)
         Storage(self, parameters=parameters, key=encryption.key)
         Tables(self)
@@ -43,8 +48,15 @@ class MicrotuningStack(cdk.Stack):
         Rules(self, queues=queues)
         training = Training(self, parameters=parameters, root=root, image_uri=image_uri)
         functions = Functions(
-            self, parameters=parameters, queues=queues, image_uri=training.image_uri, root=root, build=build
+            self,
+            parameters=parameters,
+            queues=queues,
+            tenants=tenants,
+            image_uri=training.image_uri,
+            root=root,
+            build=build,
         )
+        Tenants(self, tenants, launch_training=functions.by_name["launch_training"])
         Workflow(self, parameters=parameters, queues=queues, functions=functions)
         Alarms(self, on_dead_letter=functions.by_name["on_dead_letter"])
         cdk.CfnOutput(self, "BucketName", value=sub(BUCKET))

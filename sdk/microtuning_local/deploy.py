@@ -1,5 +1,7 @@
 """Deploys the kept template to the local cloud, as CDK would to AWS: assets first, then the stack by TemplateURL.
 
+The tenants of the local stage (infrastructure/stages/local.yaml) are kept beside it and travel with every function.
+
 The template names each function's code `functions/<name>.zip`; the object is stored under a name with the hash of its
 content, so that changed code is a changed template and CloudFormation sees it. Nothing happens when the stack already
 carries the fingerprint of all of this in its tag.
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from microtuning_core.domain.errors import LocalCloudError
+from microtuning_core.domain.tenants import StageTenants, stage_module
 from microtuning_local.clients import root_client
 from microtuning_local.home import STAGE, local_home
 from microtuning_local.rescue import objects_set_aside
@@ -39,7 +42,6 @@ PARAMETERS = {
     "TrainingImageUri": TRAINING_IMAGE,
     "QueueVisibilitySeconds": "10",
     "ReconcileRate": "rate(1 minute)",
-    "MaxRunningRuns": "4",
 }
 CAPABILITIES = ["CAPABILITY_IAM", "CAPABILITY_NAMED_IAM", "CAPABILITY_AUTO_EXPAND"]
 
@@ -60,6 +62,12 @@ def kept_template() -> dict[str, Any] | None:
     """The synthesized template that ships with this package; None in a checkout that never synthesized one."""
     path = resources.files("microtuning_local") / "template" / "template.json"
     return json.loads(path.read_text()) if path.is_file() else None
+
+
+def kept_tenants() -> StageTenants:
+    """Whom the local stage serves, as its configuration declared them when the template was kept."""
+    path = resources.files("microtuning_local") / "template" / "tenants.json"
+    return StageTenants.model_validate_json(path.read_text()) if path.is_file() else StageTenants()
 
 
 def functions_folder() -> Path:
@@ -84,8 +92,9 @@ def prepare(template: dict[str, Any], functions: Path, parameters: Mapping[str, 
 
 
 def shared_sources(functions: Path) -> dict[str, bytes]:
-    """What every package holds: functions/_*.py, microtuning_core, and PyYAML without its C part."""
+    """What every package holds: functions/_*.py, the tenants, microtuning_core, and PyYAML without its C part."""
     helpers = {f"functions/{path.name}": path.read_bytes() for path in functions.glob("_*.py")}
+    helpers["functions/_stage.py"] = stage_module(kept_tenants()).encode()
     return helpers | package_sources("microtuning_core") | package_sources("yaml")
 
 

@@ -24,10 +24,18 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def raw() -> dict[str, Any]:
-    """The template as synthesized; without aws-cdk-lib every test that needs it fails with the import's own words."""
+    """The local stage's template as synthesized; without aws-cdk-lib every test that needs it fails with the import's own
+    words."""
     from infrastructure.keep_template import synthesized
 
     return synthesized()
+
+
+@pytest.fixture(scope="session")
+def raw_dev() -> dict[str, Any]:
+    from infrastructure.keep_template import synthesized
+
+    return synthesized("dev")
 
 
 @dataclass
@@ -56,9 +64,10 @@ class Deployed:
         policies = self.resources[logical_id]["Properties"]["Policies"]
         return [statement for each in policies for statement in each["PolicyDocument"]["Statement"]]
 
-    def job_role(self) -> str:
+    def role(self, name: str) -> str:
+        """The logical id of the role of that name."""
         roles = self.of_type("AWS::IAM::Role")
-        return next(key for key, each in roles.items() if each.get("RoleName", "").endswith("-job"))
+        return next(key for key, each in roles.items() if each.get("RoleName") == name)
 
 
 def deployed(template: dict[str, Any], **given: str) -> Deployed:
@@ -70,6 +79,9 @@ def deployed(template: dict[str, Any], **given: str) -> Deployed:
         **{name: str(each["Default"]) for name, each in template["Parameters"].items()},
         **given,
     }
+
+    def substituted(name: str) -> str:
+        return f"${{{name[1:]}}}" if name.startswith("!") else values.get(name, name)
 
     def decide(name: str) -> bool:
         return bool(resolve(template["Conditions"][name]))
@@ -85,7 +97,7 @@ def deployed(template: dict[str, Any], **given: str) -> Deployed:
             case {"Ref": name}:
                 return values.get(name, name)
             case {"Fn::Sub": text}:
-                return re.sub(r"\$\{([^}]+)\}", lambda found: values.get(found[1], found[1]), text)
+                return re.sub(r"\$\{([^}]+)\}", lambda found: substituted(found[1]), text)
             case {"Fn::GetAtt": [resource, attribute]}:
                 return f"{resource}.{attribute}"
             case {"Fn::Join": [separator, parts]}:
@@ -109,8 +121,9 @@ def deployed(template: dict[str, Any], **given: str) -> Deployed:
 
 
 @pytest.fixture(scope="session")
-def aws(raw: dict[str, Any]) -> Deployed:
-    return deployed(raw)
+def aws(raw_dev: dict[str, Any]) -> Deployed:
+    """The stage dev."""
+    return deployed(raw_dev)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import pytest
 BUCKET = "arn:aws:s3:::microtuning-dev-111122223333-us-east-1"
 JOBS = "arn:aws:sagemaker:us-east-1:111122223333:training-job/dev-*"
 MACHINE = "arn:aws:states:us-east-1:111122223333:stateMachine:microtuning-dev"
-JOB_ROLE = "arn:aws:iam::111122223333:role/microtuning-dev-job"
+TENANTS = ("default", "research", "product")  # infrastructure/stages/dev.yaml
+JOB_ROLES = [f"arn:aws:iam::111122223333:role/microtuning-dev-job-{tenant}" for tenant in TENANTS]
 
 # Actions that IAM cannot tie to a resource.
 WITHOUT_RESOURCE = {"sagemaker:ListTrainingJobs",
@@ -58,36 +59,40 @@ def test_no_right_is_a_pattern_of_actions_and_no_managed_policy_adds_any(aws: An
     assert aws.of_type("AWS::IAM::Policy") == {}
 
 
-def test_only_launch_training_passes_a_role_and_only_the_job_role_to_sagemaker(aws: Any) -> None:
+def test_only_launch_training_passes_roles_and_only_those_of_tenants_jobs_to_sagemaker(aws: Any) -> None:
     assert _who_may("iam:PassRole", aws) == {"launch_training"}
     (grant,) = [each for each in _all_statements(aws) if "iam:PassRole" in _as_list(each["Action"])]
-    assert grant["Resource"] == JOB_ROLE
+    assert grant["Resource"] == JOB_ROLES
     assert grant["Condition"] == {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}
 
 
 def test_training_jobs_are_reached_by_the_stages_prefix_only(aws: Any) -> None:
-    for action in ("CreateTrainingJob", "AddTags", "DescribeTrainingJob", "StopTrainingJob", "ListTags"):
+    own = {JOBS.replace("dev-", f"dev-{tenant}-") for tenant in TENANTS}  # what the people of a tenant may look at
+    for action in ("CreateTrainingJob", "AddTags", "StopTrainingJob", "UpdateTrainingJob"):
         assert _resources(f"sagemaker:{action}", aws) == {JOBS}
+    for action in ("DescribeTrainingJob", "ListTags"):
+        assert _resources(f"sagemaker:{action}", aws) == {JOBS} | own
     assert _who_may("sagemaker:CreateTrainingJob", aws) == {"launch_training"}
     assert _resources("sagemaker:ListTrainingJobs", aws) == {"*"}  # names are all that it tells
     assert _who_may("sagemaker:ListTrainingJobs", aws) == {"reconcile"}
     used = {action for each in _all_statements(aws) for action in _as_list(each["Action"]) if "sagemaker" in action}
-    assert len(used) == 6
+    assert len(used) == 7
 
 
 def test_whoever_reads_or_writes_objects_may_use_the_stages_key(aws: Any) -> None:
     for name in _functions(aws):
         keys = [each for each in aws.statements_of(name) if "kms:Decrypt" in _as_list(each["Action"])]
         assert [(each["Action"], each["Resource"]) for each in keys] == [
-            (["kms:Decrypt", "kms:GenerateDataKey"], "StageKey.Arn")
+            (["kms:Decrypt", "kms:GenerateDataKey"], ["StageKey.Arn", "TenantKeyResearch.Arn"])
         ]
-    assert aws.only("AWS::KMS::Key")["EnableKeyRotation"] is True
-    assert aws.only("AWS::KMS::Alias")["AliasName"] == "alias/microtuning-dev"
+    assert all(each["EnableKeyRotation"] is True for each in aws.of_type("AWS::KMS::Key").values())
+    aliases = sorted(each["AliasName"] for each in aws.of_type("AWS::KMS::Alias").values())
+    assert aliases == ["alias/microtuning-dev", "alias/microtuning-dev-research"]
 
 
 def test_grants_on_the_key_are_made_for_aws_resources_only(aws: Any) -> None:
     grants = [each for each in _all_statements(aws) if "kms:CreateGrant" in _as_list(each["Action"])]
-    assert len(grants) == 2  # of launch_training and of the job's role
+    assert len(grants) == 1 + len(TENANTS)  # of launch_training and of the roles of jobs
     assert all(each["Condition"] == {"Bool": {"kms:GrantIsForAWSResource": "true"}} for each in grants)
 
 
@@ -135,21 +140,22 @@ def test_every_function_may_tell_a_missing_object_from_a_forbidden_one(aws: Any)
 @pytest.mark.parametrize(
     ("key", "may"),
     [
-        ("tenants/acme/runs/r/checkpoints/l01/step-1/manifest.json", True),
-        ("tenants/acme/runs/r/output/dev-r-a001/output/model.tar.gz", True),
-        ("tenants/acme/runs/r/run.json", False),
-        ("tenants/acme/runs/r/config/a001/plan.json", False),
-        ("tenants/acme/datasets/d", False),
-        ("tenants/acme/models/m/v0001.json", False),
-        ("tenants/acme/receipts/r.json", False),
-        ("tenants/acme/specs/s.yaml", False),
-        ("tenants/acme/commands/r/c.json", False),
-        ("tenants/acme/specs/runs/x/output/y.yaml", False),  # `*` crosses `/`: only the refusal stops this one
-        ("tenants/acme/commands/runs/x/checkpoints/y.json", False),
+        ("tenants/research/runs/r/checkpoints/l01/step-1/manifest.json", True),
+        ("tenants/research/runs/r/output/dev-r-a001/output/model.tar.gz", True),
+        ("tenants/research/runs/r/run.json", False),
+        ("tenants/research/runs/r/config/a001/plan.json", False),
+        ("tenants/research/datasets/d", False),
+        ("tenants/research/models/m/v0001.json", False),
+        ("tenants/research/receipts/r.json", False),
+        ("tenants/research/specs/s.yaml", False),
+        ("tenants/research/commands/r/c.json", False),
+        ("tenants/research/specs/runs/x/output/y.yaml", False),  # `*` crosses `/`: only the refusal stops this one
+        ("tenants/research/commands/runs/x/checkpoints/y.json", False),
     ],
 )
 def test_what_a_training_job_may_write(key: str, may: bool, aws: Any) -> None:
-    statements = [each for each in aws.statements_of_role(aws.job_role()) if "s3:PutObject" in _as_list(each["Action"])]
+    role = aws.role("microtuning-dev-job-research")
+    statements = [each for each in aws.statements_of_role(role) if "s3:PutObject" in _as_list(each["Action"])]
     matching = {
         each["Effect"]
         for each in statements
@@ -158,16 +164,18 @@ def test_what_a_training_job_may_write(key: str, may: bool, aws: Any) -> None:
     assert (matching == {"Allow"}) is may
 
 
-def test_a_training_job_lists_only_under_tenants_and_reads_only_there(aws: Any) -> None:
-    statements = {each["Sid"]: each for each in aws.statements_of_role(aws.job_role())}
-    assert statements["ListObjects"]["Condition"] == {"StringLike": {"s3:prefix": "tenants/*"}}
-    assert statements["Read"]["Resource"] == f"{BUCKET}/tenants/*/*"
+def test_a_training_job_lists_and_reads_only_what_is_its_tenants(aws: Any) -> None:
+    statements = {each["Sid"]: each for each in aws.statements_of_role(aws.role("microtuning-dev-job-research"))}
+    assert statements["ListObjects"]["Condition"] == {"StringLike": {"s3:prefix": "tenants/research/*"}}
+    assert statements["Read"]["Resource"] == f"{BUCKET}/tenants/research/*"
     services = {action.split(":")[0] for each in statements.values() for action in _as_list(each["Action"])}
     assert services == {"s3", "kms", "logs", "cloudwatch", "ecr"}
 
 
-def test_only_sagemaker_of_this_account_takes_the_job_role(aws: Any) -> None:
-    (trust,) = aws.resources[aws.job_role()]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_only_sagemaker_of_this_account_takes_a_job_role(tenant: str, aws: Any) -> None:
+    role = aws.role(f"microtuning-dev-job-{tenant}")
+    (trust,) = aws.resources[role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
     assert trust["Principal"] == {"Service": "sagemaker.amazonaws.com"}
     assert trust["Condition"] == {"StringEqualsIfExists": {"aws:SourceAccount": "111122223333"}}
 

@@ -23,11 +23,26 @@ REFUSED_BY_THE_EMULATOR = (
 )  # fmt: skip
 
 
-def test_the_kept_template_is_what_the_app_gives(raw: dict[str, Any]) -> None:
-    from infrastructure.keep_template import KEPT, as_text, with_names_for_hashes
+def test_the_kept_template_and_tenants_are_what_the_app_gives(raw: dict[str, Any]) -> None:
+    from infrastructure.keep_template import KEPT, KEPT_TENANTS, as_text, kept_tenants, with_names_for_hashes
 
     kept = KEPT.read_text(encoding="utf-8")
     assert kept == as_text(with_names_for_hashes(raw)), f"{KEPT} is out of date. Run make template and commit it."
+    assert KEPT_TENANTS.read_text(encoding="utf-8") == kept_tenants(), "Run make template and commit it."
+
+
+def test_templates_of_two_stages_differ_by_parameters_defaults_and_tenants_alone(
+    raw: dict[str, Any], raw_dev: dict[str, Any]
+) -> None:
+    from infrastructure.keep_template import with_names_for_hashes
+
+    local, dev = (with_names_for_hashes(each)["Resources"] for each in (raw, raw_dev))
+    # The roles of functions name the roles and keys of tenants.
+    common = [
+        {key: each for key, each in resources.items() if "Tenant" not in key and each["Type"] != "AWS::IAM::Role"}
+        for resources in (local, dev)
+    ]
+    assert common[0] == common[1] and len(common[0]) > 50
 
 
 def test_the_kept_template_names_thirteen_zips_by_function_and_holds_no_hash(root: Path) -> None:
@@ -53,7 +68,12 @@ def test_every_name_is_the_one_the_sdk_computes(aws: Any) -> None:
     tables = {each["TableName"] for each in aws.of_type("AWS::DynamoDB::Table").values()}
     assert tables == {names.table(each) for each in ("runs", "ledger", "tenants", "idempotency")}
     assert aws.only("AWS::StepFunctions::StateMachine")["StateMachineName"] == names.stack
-    assert aws.resources[aws.job_role()]["Properties"]["RoleName"] == names.job_role_arn.rsplit("/", 1)[1]
+    roles = {each["RoleName"] for each in aws.of_type("AWS::IAM::Role").values() if "RoleName" in each}
+    tenants = ("default", "research", "product")
+    computed = [f(tenant) for f in (names.job_role_arn, names.user_role_arn) for tenant in tenants]
+    assert roles == {arn.rsplit("/", 1)[1] for arn in computed}
+    aliases = {each["AliasName"] for each in aws.of_type("AWS::KMS::Alias").values()}
+    assert names.tenant_key_arn("research").rsplit(":", 1)[1] in aliases
     assert aws.function("on_command")["FunctionName"] == names.function("on_command")
     assert aws.function("on_command")["Environment"]["Variables"]["STATE_MACHINE_ARN"] == names.state_machine_arn
 
@@ -74,10 +94,11 @@ def test_functions_rows_files_and_placeholders_agree(root: Path, aws: Any) -> No
 
 def test_every_grant_of_a_row_exists_and_every_grant_is_used() -> None:
     from infrastructure.functions import COMMON_GRANTS, FUNCTIONS
-    from infrastructure.grants import GRANTS
+    from infrastructure.tenant_grants import all_grants
+    from microtuning_core.domain.tenants import StageTenants
 
     used = {grant for row in FUNCTIONS for grant in row.grants} | set(COMMON_GRANTS)
-    assert used == set(GRANTS)
+    assert used == set(all_grants(StageTenants())) == set(all_grants(StageTenants(isolation="session-tags")))
 
 
 def test_every_function_finds_in_its_environment_what_it_asks_for(aws: Any, emulated: Any) -> None:
@@ -166,7 +187,7 @@ def test_records_outlive_the_stack_and_nothing_else_does(aws: Any) -> None:
     assert {each["DeletionPolicy"] for each in kept.values()} == {"RetainExceptOnCreate"}
     names = sorted(each["Properties"].get("TableName", each["Type"]) for each in kept.values())
     tables = ["microtuning-dev-ledger", "microtuning-dev-runs", "microtuning-dev-tenants"]
-    assert names == ["AWS::KMS::Key", "AWS::S3::Bucket", *tables]
+    assert names == ["AWS::KMS::Key", "AWS::KMS::Key", "AWS::S3::Bucket", *tables]  # the stage's key and research's own
 
 
 def test_tables_have_the_keys_their_stores_use(aws: Any) -> None:

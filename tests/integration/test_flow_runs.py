@@ -440,7 +440,7 @@ def test_without_the_grant_to_the_slots_the_dead_letter_ends_the_run_with_the_la
 
 
 def test_a_job_that_may_not_write_its_checkpoints_fails_with_that_grant_named(stage: StageUnderTest) -> None:
-    with stage.without_grant(stage.names.job_role_arn, "Write"):
+    with stage.without_grant(stage.names.job_role_arn("default"), "Write"):
         run = stage.ended(stage.submit())
     assert run.status == "failed"
     assert "Checkpoint upload failed" in (run.reason or "")

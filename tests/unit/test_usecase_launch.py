@@ -38,7 +38,7 @@ def request(run_: Run | None = None, **plan):
 def test_the_request_names_job_machine_role_and_image():
     made = request()
     assert made["TrainingJobName"] == f"prod-{RUN_ID}-a002"
-    assert made["RoleArn"] == NAMES.job_role_arn
+    assert made["RoleArn"] == NAMES.job_role_arn(None)
     assert made["AlgorithmSpecification"] == {"TrainingImage": "image:1", "TrainingInputMode": "File"}
     assert (made["ResourceConfig"]["InstanceType"], made["ResourceConfig"]["InstanceCount"]) == ("ml.g5.xlarge", 1)
     assert {tag["Key"]: tag["Value"] for tag in made["Tags"]} == {

@@ -6,6 +6,8 @@ MicrotuningError                  base; one sentence and the next step          
 ├── InvalidData                   a data set that cannot be used                  (file, line, reason)
 ├── InvalidCode                   user code that cannot travel to the job         (object_name, reason)
 ├── RunWouldFail                  preflight found what would end the run          (found)
+├── InvalidStage                  a stage's configuration that can never work     (file, problems)
+├── UnknownTenant                 the stage serves no such tenant                 (tenant)
 ├── RunNotFound                   no such run in this stage                       (run_id)
 ├── StaleRevision                 somebody else wrote first; read again           (run_id, expected)
 ├── IllegalTransition             a status cannot follow another                  (run_id, current, wanted)
@@ -81,6 +83,27 @@ class InvalidSpec(MicrotuningError):
         listed = "; ".join(str(problem) for problem in problems)
         super().__init__(f"The spec is not valid: {listed}", next_step="Correct these fields and submit again.")
         self.problems = problems
+
+
+class InvalidStage(MicrotuningError):
+    """A stage's configuration that cannot be deployed. All problems are listed, each with its line."""
+
+    def __init__(self, file: str, problems: list[Problem]) -> None:
+        listed = "; ".join(str(problem) for problem in problems)
+        super().__init__(f"{file} is not valid: {listed}", next_step="Correct it and deploy again.")
+        self.file, self.problems = file, problems
+
+
+class UnknownTenant(MicrotuningError):
+    """The stage declares no such tenant and takes no others."""
+
+    def __init__(self, tenant: str, declared: tuple[str, ...]) -> None:
+        listed = ", ".join(declared[:8]) + (" …" if len(declared) > 8 else "")
+        super().__init__(
+            f"This stage has no tenant {tenant!r}, it has {listed}",
+            next_step="Name one of these, or declare it in infrastructure/stages/<stage>.yaml and deploy.",
+        )
+        self.tenant = tenant
 
 
 class InvalidData(MicrotuningError):

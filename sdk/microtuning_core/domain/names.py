@@ -169,9 +169,25 @@ class StackNames:
     def state_machine_arn(self) -> str:
         return f"arn:aws:states:{self.region}:{self.account}:stateMachine:{self.stack}"
 
+    def job_role_arn(self, tenant: str | None) -> str:
+        """The role of the tenant's training jobs; None = the one that tenants without a role of their own share."""
+        return self._role_arn("job" if tenant is None else f"job-{check_tenant(tenant)}")
+
+    def user_role_arn(self, tenant: str) -> str:
+        """The role that the people of a tenant take."""
+        return self._role_arn(f"user-{check_tenant(tenant)}")
+
     @property
-    def job_role_arn(self) -> str:
-        return f"arn:aws:iam::{self.account}:role/{self.stack}-job"
+    def launcher_role_arn(self) -> str:
+        """The role that makes jobs where tenants are told apart by session tags."""
+        return self._role_arn("launcher")
+
+    def tenant_key_arn(self, tenant: str) -> str:
+        """The tenant's own KMS key, by its alias."""
+        return f"arn:aws:kms:{self.region}:{self.account}:alias/{self.stack}-{check_tenant(tenant)}"
+
+    def _role_arn(self, role: str) -> str:
+        return f"arn:aws:iam::{self.account}:role/{self.stack}-{role}"
 
     def table(self, name: str) -> str:
         return f"{self.stack}-{name}"

@@ -15,15 +15,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from fractions import Fraction
 
+Gpus = Mapping[str, int]  # GPUs by family: {"A10G": 4}
+
 
 @dataclass(frozen=True)
 class Limits:
-    """How many runs may hold a slot: in all, by tenant unless named, by named tenant; and weights (1 unless named)."""
+    """How many runs may hold a slot: in all, by tenant unless named, by named tenant; weights (1 unless named); and how
+    many GPUs of a family a tenant's runs may hold together (any number unless named)."""
 
     total: int
     per_tenant_default: int | None = None  # None = only the total counts
     per_tenant: Mapping[str, int] = field(default_factory=dict)
     weights: Mapping[str, int] = field(default_factory=dict)
+    weight_default: int = 1
+    gpus: Mapping[str, Gpus] = field(default_factory=dict)
+    gpus_default: Gpus = field(default_factory=dict)
 
     def of(self, tenant: str) -> int:
         default = self.total if self.per_tenant_default is None else self.per_tenant_default
@@ -31,7 +37,10 @@ class Limits:
 
     def weight(self, tenant: str) -> int:
         """At least 1: a weight of 0 would starve a tenant, which a limit of 0 does in plain sight."""
-        return max(1, self.weights.get(tenant, 1))
+        return max(1, self.weights.get(tenant, self.weight_default))
+
+    def gpus_of(self, tenant: str) -> Gpus:
+        return self.gpus.get(tenant, self.gpus_default)
 
 
 @dataclass(frozen=True)

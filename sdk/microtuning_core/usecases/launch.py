@@ -121,7 +121,7 @@ def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str
     request: dict[str, Any] = {
         "TrainingJobName": attempt.job_name,
         "AlgorithmSpecification": {"TrainingImage": settings.training_image_uri, "TrainingInputMode": "File"},
-        "RoleArn": settings.names.job_role_arn,
+        "RoleArn": settings.job_role_arn(run.tenant),
         "InputDataConfig": [_channel(name, uri) for name, uri in channels(run, attempt, bucket)],
         "OutputDataConfig": {"S3OutputPath": f"s3://{bucket}/{output_prefix(run.run_id)}"},
         "ResourceConfig": {
@@ -150,8 +150,11 @@ def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str
     }
     if plan.spot:  # without spot the field is an error; both limits together bound all interruptions of the job
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = plan.max_runtime_s + run.spec.compute.deadline_s
-    if settings.kms_key_arn:
-        request["OutputDataConfig"]["KmsKeyId"] = settings.kms_key_arn
+    key = settings.key_arn(run.tenant)
+    if key:
+        request["OutputDataConfig"]["KmsKeyId"] = key
+    if settings.tenants.by_tags:  # the job's session carries the tenant's tag on, and its role goes by that
+        request["SessionChainingConfig"] = {"EnableSessionTagChaining": True}
     if run.spec.compute.network_isolation:
         request["EnableNetworkIsolation"] = True
     return request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from microtuning_core.aws.objects import ObjectStore
 from microtuning_core.aws.runs import RunStore
 from microtuning_core.aws.training_jobs import TrainingJobs
 from microtuning_core.domain.quota import Limits
+from microtuning_core.domain.tenants import StageTenants, serving_anyone
 
 if TYPE_CHECKING:
     import boto3
@@ -30,10 +31,19 @@ class StageSettings:
     training_image_uri: str
     max_running_runs: int
     kms_key_arn: str | None = None
+    tenants: StageTenants = field(default_factory=serving_anyone)
 
     @property
     def limits(self) -> Limits:
-        return Limits(total=self.max_running_runs)
+        """As declared; what was changed since lies in the tenants table."""
+        return self.tenants.quota(self.max_running_runs, {})
+
+    def job_role_arn(self, tenant: str) -> str:
+        return self.names.job_role_arn(self.tenants.role_of(tenant))
+
+    def key_arn(self, tenant: str) -> str | None:
+        """The key for what a training job leaves: the tenant's own, else the stage's."""
+        return self.names.tenant_key_arn(tenant) if tenant in self.tenants.have_own_key else self.kms_key_arn
 
 
 class Services:
