@@ -3,6 +3,7 @@
     data.train  1,600 rows: prompts of 7 tokens (median), 7 at most; exact
     reward      tried on 4 rows: 1.00 for the row's own answer, 0.00 for another's
     machine     ml.m5.large at 0.115 USD an hour, on-demand; about 1.6 GiB of 8 GiB
+    recovery    cheap: on-demand at 0.115 USD an hour; a lost machine comes back when … Instead fast: …
     time        roughly 1 min, 0.01 USD
 
 Rows in tokens and tries of the user's code are found by `training_container.preflight` in a process of its own, with a time
@@ -29,6 +30,7 @@ from microtuning_core.domain.catalog import find
 from microtuning_core.domain.errors import RunWouldFail
 from microtuning_core.domain.estimates import Work, cost_usd, steps_of, training_s
 from microtuning_core.domain.planning import RUNTIME_GIB, memory_on
+from microtuning_core.domain.recovery_choice import choice_words
 from microtuning_core.domain.spec import POLICIES
 
 if TYPE_CHECKING:
@@ -186,6 +188,7 @@ def _about_machine(ready: Draft) -> Iterator[Finding]:
         "ok", "machine", f"{plan.instance_type}, {kind}{plan.price_usd_per_hour} USD an hour on AWS{memory}{batch}"
     )
     yield from (Finding("note", "machine", notice) for notice in plan.notices)
+    yield Finding("ok", "recovery", choice_words(ready.request, plan))
     yield from _about_time(ready)
 
 

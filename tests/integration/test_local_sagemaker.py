@@ -516,3 +516,47 @@ def test_lists_come_in_pages_and_tags_can_be_added(desk: Desk) -> None:
     assert sagemaker.list_tags(ResourceArn=arn)["Tags"] == [{"Key": "stage", "Value": "local"}]
     for name in names:
         desk.wait(name)
+
+
+# -- warm pools --------------------------------------------------------------------------------------------------------
+
+KEPT = {
+    "ResourceConfig": {
+        "InstanceType": "ml.m5.xlarge",
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 5,
+        "KeepAlivePeriodInSeconds": 600,
+    }
+}
+
+
+def test_a_matching_job_gets_the_kept_machine_where_there_is_no_other_and_an_update_to_0_ends_it(
+    desk: Desk, faults: Any
+) -> None:
+    first = desk.create("succeed", **KEPT)
+    assert desk.describe(first)["WarmPoolStatus"] == {"Status": "InUse"}
+    assert desk.wait(first)["WarmPoolStatus"] == {"Status": "Available"}
+    faults({"capacity": {"ml.m5.xlarge": 0}})
+    second = desk.create("succeed", **KEPT)
+    assert desk.wait(second)["TrainingJobStatus"] == "Completed"
+    assert "Pending" not in desk.statuses(second)
+    pool = desk.describe(first)["WarmPoolStatus"]
+    assert (pool["Status"], pool["ReusedByJob"]) == ("Reused", second)
+    sagemaker, to_0 = desk.client("sagemaker"), {"KeepAlivePeriodInSeconds": 0}
+    sagemaker.update_training_job(TrainingJobName=second, ResourceConfig=to_0)
+    pool = desk.describe(second)["WarmPoolStatus"]
+    assert (pool["Status"], pool["ResourceRetainedBillableTimeInSeconds"] < 600) == ("Terminated", True)
+    with pytest.raises(ClientError, match="its status is Terminated"):
+        sagemaker.update_training_job(TrainingJobName=second, ResourceConfig=to_0)
+    assert "CapacityError" in desk.wait(desk.create("succeed", **KEPT))["FailureReason"]
+
+
+def test_an_account_that_may_keep_no_machines_is_told_which_quota_and_may_train_without(
+    desk: Desk, faults: Any
+) -> None:
+    faults({"warm_pool_quota": {"ml.m5.xlarge": 0}})
+    with pytest.raises(ClientError, match="for training warm pool usage' is 0 Instances") as refused:
+        desk.create("succeed", **KEPT)
+    assert refused.value.response["Error"]["Code"] == "ResourceLimitExceeded"
+    without = {key: value for key, value in KEPT["ResourceConfig"].items() if key != "KeepAlivePeriodInSeconds"}
+    assert "WarmPoolStatus" not in desk.wait(desk.create("succeed", ResourceConfig=without))

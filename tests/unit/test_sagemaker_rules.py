@@ -285,13 +285,14 @@ def test_a_refusal_is_given_as_often_as_asked() -> None:
     ]
 
 
-def test_a_pool_gives_no_more_machines_than_it_has() -> None:
-    faults = Faults(FaultSpec(capacity={"ml.g5.xlarge": 1}))
-    pool = Pool(3, faults)
-    assert pool.take(["ml.g5.xlarge"], 2) is None
+def test_a_pool_gives_no_more_machines_than_it_has(tmp_path: Path) -> None:
+    pool = Pool(3, Faults(FaultSpec(capacity={"ml.g5.xlarge": 1})), jobs.Jobs(tmp_path))
+    assert pool.take(a_job(**resources(InstanceType="ml.g5.xlarge", InstanceCount=2))) is None
     assert not pool.can_ever_hold(["ml.g5.xlarge"], 2)
-    assert pool.take(["ml.g5.xlarge", "ml.m5.large"], 2) == "ml.m5.large"
-    assert pool.take(["ml.g5.xlarge"], 1) == "ml.g5.xlarge"
-    assert pool.take(["ml.m5.large"], 1) is None
-    pool.give_back("ml.m5.large", 2)
-    assert pool.take(["ml.m5.large"], 2) == "ml.m5.large"
+    preferences = [{"InstanceType": each, "InstanceCount": 2} for each in ("ml.g5.xlarge", "ml.m5.large")]
+    either = a_job(**resources(InstanceType=None, InstanceCount=None, InstancePreferences=preferences))
+    assert pool.take(either) == "ml.m5.large"
+    assert pool.take(a_job(**resources(InstanceType="ml.g5.xlarge"))) == "ml.g5.xlarge"
+    assert pool.take(a_job()) is None
+    pool.leave(either, "ml.m5.large")
+    assert pool.take(a_job(**resources(InstanceCount=2))) == "ml.m5.large"

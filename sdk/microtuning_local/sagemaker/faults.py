@@ -2,6 +2,7 @@
 
 {"refuse_creates": {"code": "ThrottlingException", "count": 2},   the next creates are refused
  "capacity": {"ml.g5.xlarge": 0},                                 machines there are of a type
+ "warm_pool_quota": {"ml.g5.xlarge": 0},                          machines of a type that may be kept; else any number
  "end_jobs": {"*-a001": "internal_error"},                        or max_wait, of a spot job that trains or waits
  "events": {"*-a001": "drop"}, "late_s": 1.0}                     drop | twice | late | mixed (every second one late)
 Patterns are of job names.
@@ -39,6 +40,7 @@ class FaultSpec(BaseModel):
 
     refuse_creates: RefuseCreates | None = None
     capacity: dict[str, int] = {}
+    warm_pool_quota: dict[str, int] = {}
     end_jobs: dict[str, JobFault] = {}
     events: dict[str, EventFault] = {}
     late_s: float = Field(default=1.0, ge=0)

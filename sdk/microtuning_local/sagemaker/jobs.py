@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from microtuning_local.home import write_whole
-from microtuning_local.sagemaker import rules
+from microtuning_local.sagemaker import rules, warm_pools
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,10 @@ STATUS_MESSAGES = {
 
 @dataclass
 class Job:
-    """One training job. `segments` are the stretches of time it held machines, as [start, end or None]."""
+    """One training job. `segments` are the stretches of time it held machines, as [start, end or None].
+
+    kept_since, kept_until, reused_by: of its warm pool (warm_pools.py), once it has one.
+    """
 
     name: str
     arn: str
@@ -63,6 +66,9 @@ class Job:
     failure_reason: str | None = None
     model_uri: str | None = None
     stop_asked: bool = False
+    kept_since: float | None = None
+    kept_until: float | None = None
+    reused_by: str | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -106,6 +112,7 @@ def moved(job: Job, status: str, secondary: str, now: float, message: str | None
         entry["EndTime"] = now
         job.ended_at = now
         close_segment(job, now)
+        warm_pools.begin(job, now)
     job.transitions.append(entry)
 
 
@@ -128,6 +135,7 @@ def description(job: Job, now: float) -> dict[str, Any]:
         "TrainingEndTime": job.ended_at if job.started_at else None,
         "FailureReason": job.failure_reason,
         "ModelArtifacts": {"S3ModelArtifacts": job.model_uri} if job.model_uri else None,
+        "WarmPoolStatus": warm_pools.description(job, now),
         **seconds(job, now),
     }
     defaults = {"EnableNetworkIsolation": False, "EnableManagedSpotTraining": False}

@@ -118,8 +118,11 @@ class JobRun:
             return None
         try:
             return self._on_machines()
+        except Failure as failure:  # told first, since how it failed decides whether its machines are kept
+            self._fail(str(failure))
+            return None
         finally:
-            self.account.pool.give_back(taken, self.job.instance_count)
+            self.account.pool.leave(self.job, taken)
 
     def _on_machines(self) -> Ending:
         hosts = self._hosts()
@@ -136,14 +139,16 @@ class JobRun:
 
     def _take_machines(self) -> str | None:
         """Wait for machines; None when the job ended while it waited."""
+        if kept := self.account.pool.take_kept(self.job):
+            return kept
         types, count = rules.instance_types(self.job.request), self.job.instance_count
         pool = self.account.pool
         if not self.job.is_spot and not pool.can_ever_hold(types, count):
             raise Failure(records.CAPACITY_ERROR)
-        taken = pool.take(types, count) if not pool.waiting else None
+        taken = pool.take(self.job) if not pool.waiting else None
         if taken is None:
             self._become("InProgress", "Pending")
-            taken = pool.wait(types, count, give_up=lambda: self.control.ends_waiting or self._waited_enough())
+            taken = pool.wait(self.job, give_up=lambda: self.control.ends_waiting or self._waited_enough())
         if taken is None:
             self._end_without_machines()
         elif self.job.request["ResourceConfig"].get("InstancePreferences"):

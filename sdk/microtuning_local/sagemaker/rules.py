@@ -48,10 +48,19 @@ def already_exists(name: str, arn: str) -> Refusal:
 
 
 def limit_exceeded(instance_type: str, asked: int) -> Refusal:
+    return _over_limit(f"{instance_type} for training job usage", 0, 0, asked)
+
+
+def warm_pools_exceeded(instance_type: str, limit: int, used: int, asked: int) -> Refusal:
+    """The limit for machines that are kept is one of its own, and 0 in a new account."""
+    return _over_limit(f"{instance_type} for training warm pool usage", limit, used, asked)
+
+
+def _over_limit(name: str, limit: int, used: int, asked: int) -> Refusal:
     return Refusal(
         "ResourceLimitExceeded",
-        f"The account-level service limit '{instance_type} for training job usage' is 0 Instances, with current "
-        f"utilization of 0 Instances and a request delta of {asked} Instances. Please use AWS Service Quotas to "
+        f"The account-level service limit '{name}' is {limit} Instances, with current "
+        f"utilization of {used} Instances and a request delta of {asked} Instances. Please use AWS Service Quotas to "
         "request an increase for this quota. If AWS Service Quotas is not available, contact AWS support to request "
         "an increase for this quota.",
     )

@@ -29,7 +29,7 @@ from microtuning_local.deploy import TRAINING_IMAGE
 from microtuning_local.emulator import base_environment, inherited
 from microtuning_local.home import Home, read_endpoint
 from microtuning_local.sagemaker import jobs as records
-from microtuning_local.sagemaker import rules
+from microtuning_local.sagemaker import rules, warm_pools
 from microtuning_local.sagemaker.events import EventSender
 from microtuning_local.sagemaker.faults import Faults, FaultSpec
 from microtuning_local.sagemaker.jobs import Job, Jobs
@@ -64,6 +64,7 @@ class Service:
             "CreateTrainingJob": self.create,
             "DescribeTrainingJob": self.describe,
             "StopTrainingJob": self.stop,
+            "UpdateTrainingJob": self.update,
             "ListTrainingJobs": self.list_jobs,
             "AddTags": self.add_tags,
             "ListTags": self.list_tags,
@@ -79,6 +80,7 @@ class Service:
         self._check_image(request)
         job = records.new_job(request, self._arn(request["TrainingJobName"]), records.now())
         refusal = self.faults.refusal(job.instance_type, job.instance_count)
+        refusal = refusal or self.account.pool.warm_pool_refusal(job)
         if refusal:
             raise refusal
         role_session(self.account.endpoint, self.account.sts, request["RoleArn"], job.name).credentials()
@@ -106,6 +108,16 @@ class Service:
         self.runs[job.name].control.ask(stop=True)
         return {}
 
+    def update(self, request: dict[str, Any]) -> dict[str, Any]:
+        """How long machines are kept after the job; the rest that the service can update does not exist here."""
+        rules.check_model("UpdateTrainingJob", request)
+        job = self.account.jobs.get(request["TrainingJobName"])
+        if set(request) != {"TrainingJobName", "ResourceConfig"}:
+            raise rules.validation("The local SageMaker updates ResourceConfig.KeepAlivePeriodInSeconds, nothing else.")
+        keep_alive_s, now = request["ResourceConfig"]["KeepAlivePeriodInSeconds"], records.now()
+        self.account.jobs.change(job, lambda job: warm_pools.update(job, keep_alive_s, now))
+        return {"TrainingJobArn": job.arn}
+
     def list_jobs(self, request: dict[str, Any]) -> dict[str, Any]:
         rules.check_model("ListTrainingJobs", request)
         return records.listed(self.account.jobs.all(), request)
@@ -131,7 +143,7 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         running = [job.name for job in self.account.jobs.all() if not job.is_terminal]
-        return {"status": "ok", "jobs_running": len(running), "machines_in_use": self.account.pool.in_use.total()}
+        return {"status": "ok", "jobs_running": len(running), "machines_in_use": self.account.pool.count_in_use()}
 
     def fail_left_over(self, left: list[Job]) -> None:
         """Jobs that an earlier server had in flight: their machines are gone, so they failed."""
@@ -141,6 +153,13 @@ class Service:
             job.failure_reason = records.INTERNAL_ERROR
             self.account.jobs.change(job, lambda job, now=now: records.moved(job, "Failed", "Failed", now))  # type: ignore[misc]
             self.account.events.emit(job, now)
+
+    def end_warm_pools(self) -> None:
+        """Machines that are kept do not outlive this server."""
+        now = records.now()
+        for job in self.account.jobs.all():
+            if job.kept_until is not None and job.kept_until > now:
+                self.account.jobs.change(job, lambda job: warm_pools.end(job, now))
 
     def reclaim_regularly(self, every_s: float) -> None:
         """Take each spot machine back after `every_s` of training, over and over."""
@@ -158,6 +177,7 @@ class Service:
         deadline = time.monotonic() + SHUTDOWN_S
         for run in alive:
             run.thread.join(max(0.0, deadline - time.monotonic()))
+        self.end_warm_pools()
         self.account.events.close(timeout_s=2)
 
     def _check_image(self, request: dict[str, Any]) -> None:
@@ -324,14 +344,16 @@ def open_account(home: Home, endpoint: Endpoint, settings: Mapping[str, str]) ->
         home=home,
         endpoint=endpoint,
         jobs=jobs,
-        pool=Pool(int(settings.get("MICROTUNING_LOCAL_MACHINES", "2")), faults),
+        pool=Pool(int(settings.get("MICROTUNING_LOCAL_MACHINES", "2")), faults, jobs),
         events=EventSender(root_client(endpoint, "events"), faults),
         sts=root_client(endpoint, "sts"),
         images=images(settings),
         job_environment=base_environment(home) | inherited(*MACHINE_VARIABLES),
         stop_grace_s=float(settings.get("MICROTUNING_LOCAL_STOP_GRACE_S", "120")),
     )
-    return Service(account, faults), left
+    service = Service(account, faults)
+    service.end_warm_pools()  # of a server that was killed
+    return service, left
 
 
 def create_log_group(endpoint: Endpoint) -> None:
