@@ -203,6 +203,18 @@ def test_a_run_that_is_over_gives_its_machines_back_once(fast, ending):
     assert cloud.jobs.given_back == [last]
 
 
+def test_a_pool_that_nobody_lived_to_give_back_is_given_back_by_the_next_tick(fast, monkeypatch):
+    cloud = fast()
+    with monkeypatch.context() as lost:
+        lost.setattr(cloud.jobs, "end_pool", lambda _: None)
+        last = train(cloud, "completed")
+    assert the_run(cloud).is_final and cloud.jobs.made[last].keeps_pool
+    for _ in range(2):
+        cloud.tick()
+    assert cloud.jobs.given_back == [last]
+    assert the_run(cloud).costs_are_final
+
+
 def test_a_machine_that_failed_is_not_kept_and_the_next_attempt_begins_on_a_cold_one(fast):
     cloud = fast()
     lost = train(cloud, "lost")

@@ -15,6 +15,7 @@ from microtuning_core.domain.run import RunStatus
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
+from microtuning_core.usecases.warm_pools import end_pools
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def _collect(errors: list[Exception], name: str, step: Callable[[], None]) -> No
 
 def reconcile_run(services: Services, run_id: str) -> None:
     run = settle(services, run_id, ask_execution=True)
+    end_pools(services, run)  # closing it did so, unless its function died first
     for attempt in run.attempts:
         over = attempt.is_settled or run.is_final
         if attempt.launched_at and over and attempt.cost_state != "final":
