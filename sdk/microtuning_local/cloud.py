@@ -78,6 +78,7 @@ def up(*, template: dict[str, Any] | None = None, functions: Path | None = None)
     with home.locked():
         home.prepare()
         before = read_endpoint(home)
+        has_lost = before is not None and was_killed(before)
         endpoint = start(home, before)
         wanted = template or deploy.kept_template()
         stamp = "" if template else deploy.sources_stamp()
@@ -86,7 +87,7 @@ def up(*, template: dict[str, Any] | None = None, functions: Path | None = None)
         write_endpoint(home, endpoint)
     cloud = LocalCloud(endpoint, home)
     if changed or before is None or not is_same_run(before, endpoint):
-        wake(cloud, take_up_runs=before is not None)
+        wake(cloud, take_up_runs=before is not None, has_lost=has_lost)
     return cloud
 
 
@@ -219,12 +220,13 @@ def stop(home: Home, endpoint: Endpoint) -> None:
     if sagemaker_runs(endpoint) and endpoint.sagemaker_pid:
         sagemaker.stop(endpoint.sagemaker_pid)
     bury(endpoint.sagemaker_pid)
+    saved = not was_killed(endpoint)
     if emulator_runs(endpoint) and endpoint.emulator_pid:
-        emulator.stop(endpoint.emulator_pid)
+        saved = emulator.stop(endpoint.emulator_pid)
     bury(endpoint.emulator_pid)
     sagemaker.kill_left_jobs(home)
     shutil.rmtree(home.tmp, ignore_errors=True)
-    write_endpoint(home, endpoint.stopped())
+    write_endpoint(home, endpoint.stopped(saved=saved))
 
 
 def bury(group: int | None) -> None:
@@ -254,6 +256,11 @@ def emulator_runs(endpoint: Endpoint) -> bool:
 
 def sagemaker_runs(endpoint: Endpoint) -> bool:
     return is_same_process(endpoint.sagemaker_pid, endpoint.sagemaker_started)
+
+
+def was_killed(endpoint: Endpoint) -> bool:
+    """Whether the emulator ended without saving its tables: a clean stop leaves no process on record."""
+    return endpoint.emulator_pid is not None and not emulator_runs(endpoint)
 
 
 def known_endpoint() -> Endpoint:
@@ -288,14 +295,18 @@ def invoke(endpoint: Endpoint, function: str, event: dict[str, Any]) -> dict[str
     return payload if isinstance(payload, dict) else {"result": payload}
 
 
-def wake(cloud: LocalCloud, *, take_up_runs: bool) -> None:
-    """After a start: take up runs whose executions died with the last process, and warm the workers meanwhile."""
+def wake(cloud: LocalCloud, *, take_up_runs: bool, has_lost: bool) -> None:
+    """After a start: take up runs whose executions died with the last process, and warm the workers meanwhile.
+
+    `has_lost`: the tables are those of the last clean stop, or none; what was written since then is read from the bucket.
+    """
     names = function_names(cloud.endpoint)
     if take_up_runs and "reconcile" in names:
-        from microtuning_local.rebuild import rebuild_lost_tables
+        from microtuning_local.rebuild import read_tables_back
 
         try:
-            rebuild_lost_tables(cloud)
+            if has_lost:
+                read_tables_back(cloud)
             tick()
         except LocalCloudError as error:  # the cloud itself is up, and the schedule ticks again within a minute
             log.warning("the first tick failed: %s", error)

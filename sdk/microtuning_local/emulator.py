@@ -29,9 +29,9 @@ def start(home: Home, endpoint: Endpoint) -> int:
     return spawn(ARGV, env=environment(home, endpoint), log=home.logs / "emulator.log", cwd=home.tmp)
 
 
-def stop(pid: int) -> None:
-    """SIGTERM (it saves its tables only on a clean stop), then an end to every worker it left behind."""
-    end_group(pid, grace_s=EXIT_GRACE_S)
+def stop(pid: int) -> bool:
+    """SIGTERM, then an end to every worker it left behind; whether it ended by itself, and so has saved its tables."""
+    return end_group(pid, grace_s=EXIT_GRACE_S)
 
 
 def is_healthy(endpoint: Endpoint) -> bool:

@@ -104,8 +104,10 @@ class Endpoint:
     def sagemaker_port(self) -> int:
         return int(self.sagemaker_url.rsplit(":", 1)[1])
 
-    def stopped(self) -> Endpoint:
-        return replace(self, emulator_pid=None, emulator_started=None, sagemaker_pid=None, sagemaker_started=None)
+    def stopped(self, *, saved: bool) -> Endpoint:
+        """Without its processes; an emulator that did not save its tables stays on record, for the next start."""
+        ended = replace(self, sagemaker_pid=None, sagemaker_started=None)
+        return replace(ended, emulator_pid=None, emulator_started=None) if saved else ended
 
 
 def read_endpoint(home: Home) -> Endpoint | None:

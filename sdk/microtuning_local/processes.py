@@ -62,12 +62,16 @@ def group_members(group: int) -> list[int]:
     return [row.pid for row in _processes_of("group", group) if not row.state.startswith("Z")]
 
 
-def end_group(group: int, *, grace_s: float) -> None:
-    """SIGTERM to the leader, then SIGKILL to whatever of its group is left after `grace_s`."""
+def end_group(group: int, *, grace_s: float) -> bool:
+    """SIGTERM to the leader, then SIGKILL to whatever of its group is left after `grace_s`.
+
+    Returns whether the leader ended by itself.
+    """
     _signal(os.kill, group, signal.SIGTERM)
-    wait_until(lambda: started_at(group) is None, timeout_s=grace_s)
+    by_itself = wait_until(lambda: started_at(group) is None, timeout_s=grace_s)
     kill_group(group)
     reap(group)
+    return by_itself
 
 
 def kill_group(group: int) -> None:

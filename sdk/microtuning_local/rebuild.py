@@ -1,4 +1,4 @@
-"""After a crash the tables are empty and the bucket is not: they are read back before anybody asks."""
+"""After a crash the tables are as of the last clean stop, or empty, and the bucket is not: they are read back from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from microtuning_local.cloud import LocalCloud
 
 
-def rebuild_lost_tables(cloud: LocalCloud) -> list[str]:
-    """The runs that were put back; none where the tables hold one."""
+def read_tables_back(cloud: LocalCloud) -> list[str]:
+    """The runs that were put back: those that the tables lack, or know of an older revision."""
     names = StackNames(STAGE, cloud.endpoint.account, cloud.endpoint.region)
     services = Services(cloud, StageSettings(names, "", 1))  # type: ignore[arg-type]  # a cloud makes clients as a session does
-    return rebuild(services) if services.runs.knows_no_run() else []
+    return rebuild(services)

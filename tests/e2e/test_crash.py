@@ -24,12 +24,16 @@ def own_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[local
     local.reset()
 
 
+@pytest.mark.parametrize("was_stopped_before", [False, True], ids=["no tables come back", "old tables come back"])
 def test_after_kill_9_the_tables_are_read_back_and_the_run_in_flight_completes_in_its_first_attempt(
-    own_cloud: local.LocalCloud,
+    own_cloud: local.LocalCloud, was_stopped_before: bool
 ) -> None:
     trainer = SFTTrainer(model_arch="Transformer", stage="local", checkpoint={"every_steps": 10, "every_epoch": False})
     before = trainer.fit(sort_rows(16), sort_rows(4), batch_size=8, wait=False)
     assert before.wait(PATIENCE_S).status == "completed"
+    if was_stopped_before:
+        local.down()
+        own_cloud = local.up()
     run = trainer.fit(sort_rows(16), sort_rows(4), epochs=60, batch_size=8, wait=False)
     ends_at_s = time.monotonic() + PATIENCE_S
     while not run.checkpoints():
