@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real chaos check audit sbom fix template bench bench-start bench-demo bench-trl bench-recovery clean
+.PHONY: help demo test test-real chaos check audit sbom fix template nag bench bench-start bench-demo bench-trl bench-recovery clean
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ fix: $(VENV)/.test  ## Let ruff mend and format.
 
 template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
 	@$(BIN)/python -m infrastructure.keep_template
+
+nag: $(VENV)/.test  ## AWS's rule packs over the stack; what is excused stands in infrastructure/nag.py.
+	@$(BIN)/python -m pytest tests/infrastructure/test_nag.py $(ARGS)
 
 bench: bench-start bench-demo bench-trl bench-recovery  ## Run every benchmark; tables on the terminal, JSON in build/.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from infrastructure.alarms import ALARMS
 from microtuning_core.domain.mirror import LATE_MIRRORS
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def test_every_name_is_the_one_the_sdk_computes(aws: Any) -> None:
     from microtuning_core.domain.names import StackNames
 
     names = StackNames("dev", "111122223333", "us-east-1")
-    assert aws.only("AWS::S3::Bucket")["BucketName"] == names.bucket
+    assert names.bucket in {each["BucketName"] for each in aws.of_type("AWS::S3::Bucket").values()}
     tables = {each["TableName"] for each in aws.of_type("AWS::DynamoDB::Table").values()}
     assert tables == {names.table(each) for each in ("runs", "ledger", "tenants", "idempotency")}
     assert aws.only("AWS::StepFunctions::StateMachine")["StateMachineName"] == names.stack
@@ -166,8 +168,13 @@ def test_queues_refuse_plain_http_and_take_events_of_our_rules_only(aws: Any) ->
             assert {each.rsplit("rule/", 1)[1] for each in sources} <= rules
 
 
+def _bucket(stack: Any, ending: str) -> dict[str, Any]:
+    (bucket,) = [each for each in stack.of_type("AWS::S3::Bucket").values() if each["BucketName"].endswith(ending)]
+    return bucket
+
+
 def test_the_bucket_is_versioned_private_encrypted_tls_only_and_tells_eventbridge(aws: Any) -> None:
-    bucket = aws.only("AWS::S3::Bucket")
+    bucket = _bucket(aws, "us-east-1")
     assert bucket["VersioningConfiguration"] == {"Status": "Enabled"}
     assert set(bucket["PublicAccessBlockConfiguration"].values()) == {True}
     assert bucket["NotificationConfiguration"] == {"EventBridgeConfiguration": {"EventBridgeEnabled": True}}
@@ -175,11 +182,30 @@ def test_the_bucket_is_versioned_private_encrypted_tls_only_and_tells_eventbridg
     assert encryption["BucketKeyEnabled"] is True
     by_default = {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": "StageKey.Arn"}
     assert encryption["ServerSideEncryptionByDefault"] == by_default
-    (tls,) = aws.only("AWS::S3::BucketPolicy")["PolicyDocument"]["Statement"]
-    assert (tls["Effect"], tls["Condition"]) == ("Deny", {"Bool": {"aws:SecureTransport": "false"}})
+    policies = aws.of_type("AWS::S3::BucketPolicy").values()
+    assert len(policies) == len(aws.of_type("AWS::S3::Bucket")) == 2
+    for policy in policies:
+        tls = policy["PolicyDocument"]["Statement"][0]
+        assert (tls["Effect"], tls["Condition"]) == ("Deny", {"Bool": {"aws:SecureTransport": "false"}})
     lifecycle = {each["Id"]: each for each in bucket["LifecycleConfiguration"]["Rules"]}
     assert lifecycle["old-versions"]["NoncurrentVersionExpiration"] == {"NoncurrentDays": 7}
     assert lifecycle["unfinished-uploads"]["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
+
+
+def test_who_reads_and_writes_the_bucket_is_logged_on_aws_where_only_s3_itself_writes(aws: Any, emulated: Any) -> None:
+    logs, bucket = _bucket(aws, "-access"), _bucket(aws, "us-east-1")
+    assert bucket["LoggingConfiguration"] == {"DestinationBucketName": logs["BucketName"]}
+    assert set(logs["PublicAccessBlockConfiguration"].values()) == {True}
+    (rule,) = logs["LifecycleConfiguration"]["Rules"]
+    assert rule["ExpirationInDays"] == 90
+    statements = [each for policy in aws.of_type("AWS::S3::BucketPolicy").values()
+                  for each in policy["PolicyDocument"]["Statement"] if each["Effect"] == "Allow"]  # fmt: skip
+    (delivery,) = statements
+    assert delivery["Principal"] == {"Service": "logging.s3.amazonaws.com"}
+    assert delivery["Condition"]["ArnLike"] == {"aws:SourceArn": f"arn:aws:s3:::{bucket['BucketName']}"}
+    assert [each["BucketName"] for each in emulated.of_type("AWS::S3::Bucket").values()] == [
+        "microtuning-local-111122223333-us-east-1"
+    ]
 
 
 def test_records_outlive_the_stack_and_nothing_else_does(aws: Any) -> None:
@@ -187,7 +213,13 @@ def test_records_outlive_the_stack_and_nothing_else_does(aws: Any) -> None:
     assert {each["DeletionPolicy"] for each in kept.values()} == {"RetainExceptOnCreate"}
     names = sorted(each["Properties"].get("TableName", each["Type"]) for each in kept.values())
     tables = ["microtuning-dev-ledger", "microtuning-dev-runs", "microtuning-dev-tenants"]
-    assert names == ["AWS::KMS::Key", "AWS::KMS::Key", "AWS::S3::Bucket", *tables]  # the stage's key and research's own
+    assert names == [
+        "AWS::KMS::Key",
+        "AWS::KMS::Key",
+        "AWS::S3::Bucket",
+        "AWS::S3::Bucket",
+        *tables,
+    ]  # the stage's key and research's own
 
 
 def test_tables_have_the_keys_their_stores_use(aws: Any) -> None:
@@ -212,6 +244,7 @@ def test_every_log_group_is_emptied_after_thirty_days_and_every_function_writes_
     groups = aws.of_type("AWS::Logs::LogGroup")
     assert len(groups) == 14
     assert {each["RetentionInDays"] for each in groups.values()} == {30}
+    assert {each["KmsKeyId"] for each in groups.values()} == {"StageKey.Arn"}
     for function in aws.of_type("AWS::Lambda::Function").values():
         name = function["Environment"]["Variables"]["POWERTOOLS_SERVICE_NAME"]
         assert groups[function["LoggingConfig"]["LogGroup"]]["LogGroupName"] == f"/microtuning/dev/{name}"
@@ -353,13 +386,40 @@ def test_an_alarm_watches_whether_checkpoints_reach_s3_by_the_metric_that_reconc
     assert alarm["Dimensions"] == [{"Name": "service", "Value": written["POWERTOOLS_SERVICE_NAME"]}]
 
 
-def test_two_alarms_watch_the_consumer_of_dead_letters(aws: Any) -> None:
-    alarms = [each for each in aws.of_type("AWS::CloudWatch::Alarm").values() if each["MetricName"] != LATE_MIRRORS]
-    watched = next(
-        key for key, each in aws.of_type("AWS::Lambda::Function").items() if "on_dead_letter" in each["Handler"]
-    )
-    assert sorted(each["MetricName"] for each in alarms) == ["Errors", "Invocations"]
-    assert {each["Dimensions"][0]["Value"] for each in alarms} == {watched}
+def test_every_alarm_watches_something_that_is_there_and_tells_the_one_topic(aws: Any) -> None:
+    alarms = list(aws.of_type("AWS::CloudWatch::Alarm").values())
+    assert sorted(each["AlarmName"] for each in alarms) == sorted(f"microtuning-dev-{row.name}" for row in ALARMS)
+    (topic,) = aws.of_type("AWS::SNS::Topic")
+    assert aws.only("AWS::SNS::Topic")["KmsMasterKeyId"] == "StageKey.Arn"
+    functions = {each["FunctionName"] for each in aws.of_type("AWS::Lambda::Function").values()}
+    services = {each["Environment"]["Variables"]["POWERTOOLS_SERVICE_NAME"]
+                for each in aws.of_type("AWS::Lambda::Function").values()}  # fmt: skip
+    machine = "arn:aws:states:us-east-1:111122223333:stateMachine:microtuning-dev"
+    there = {"FunctionName": functions, "service": services, "StateMachineArn": {machine}}
+    for alarm in alarms:
+        assert alarm["AlarmActions"] == [topic]
+        assert alarm["TreatMissingData"] == "notBreaching"
+        (dimension,) = alarm["Dimensions"]
+        assert dimension["Value"] in there[dimension["Name"]]
+
+
+def test_cloudwatch_may_speak_through_the_key_to_the_topic_and_logs_may_use_it(aws: Any) -> None:
+    (key,) = [each for name, each in aws.of_type("AWS::KMS::Key").items() if name == "StageKey"]
+    statements = {each.get("Sid"): each for each in key["KeyPolicy"]["Statement"]}
+    assert statements["AlarmsOfThisAccount"]["Principal"] == {"Service": "cloudwatch.amazonaws.com"}
+    logs = statements["LogsOfThisAccount"]
+    assert logs["Principal"] == {"Service": "logs.us-east-1.amazonaws.com"}
+    assert logs["Condition"]["ArnLike"] == {
+        "kms:EncryptionContext:aws:logs:arn": "arn:aws:logs:us-east-1:111122223333:log-group:*"
+    }
+    (publish,) = [each for each in aws.only("AWS::SNS::TopicPolicy")["PolicyDocument"]["Statement"]
+                  if each["Effect"] == "Allow"]  # fmt: skip
+    assert publish["Condition"] == {"StringEquals": {"aws:SourceAccount": "111122223333"}}
+
+
+def test_every_alarm_has_a_runbook_and_every_runbook_an_alarm(root: Path) -> None:
+    page = (root / "docs" / "operations.md").read_text("utf-8")
+    assert set(re.findall(r"^### ([\w-]+)$", page, re.MULTILINE)) == {row.name for row in ALARMS}
 
 
 def test_cfn_lint_finds_nothing() -> None:

@@ -410,7 +410,8 @@ def test_a_manifest_that_speaks_of_another_checkpoint_is_not_registered(stage: S
         event = stage.object_event(key, stage.put(key, body))
         stage.peek("checkpoints")
         stage.client("sqs").purge_queue(QueueUrl=stage.queue_url("checkpoints"))
-        assert stage.deliver("on_checkpoint", event) == ["m-1"]
+        assert stage.deliver("on_checkpoint", event) == []
+    assert "another checkpoint" in stage.events(run.run_id, "checkpoint_refused")[-1]
     assert [each.step for each in stage.services.runs.checkpoints(run.run_id)] == [1]
 
 
