@@ -381,12 +381,12 @@ def _short(run: Run) -> str:
     return run.model_dump_json(exclude={"spec"}, exclude_defaults=True)
 
 
-def _end_of(attempt: Any) -> Any:
-    return attempt.model_copy(update={"cost_state": "none", "recoveries": (), "launched_at": None})
-
-
 def _bill_of(attempt: Any) -> dict[str, Any]:
     return {"billed_s": attempt.billed_s, "training_s": attempt.training_s}
+
+
+def _end_of(attempt: Any) -> Any:
+    return attempt.model_copy(update={"cost_state": "none", "recoveries": (), "launched_at": None})
 
 
 @dataclass
@@ -427,13 +427,13 @@ class Admissions(AdmissionStore):
         self._cloud = cloud
         self.revision = 0
         self.held: dict[str, str] = {}
+        self.lives: dict[str, int] = {}  # of those that wait or have a slot
         self.queue: dict[str, tuple[Waiting, datetime | None]] = {}
         self.known: set[str] = set()
 
     def wait(
         self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None, *, life: int = 0
     ) -> None:
-        self.lives: dict[str, int] = {}  # of those that wait or have a slot
         self._cloud.port()
         if run_id not in self.queue or self.lives[run_id] <= life:
             self.queue[run_id] = (Waiting(run_id, tenant, since), not_before)
@@ -512,11 +512,11 @@ class Jobs:
     refusals: list[tuple[str, bool]] = field(default_factory=list)  # (code, the job was made all the same)
     refused: set[str] = field(default_factory=set)
     trained_s: dict[str, int] = field(default_factory=dict)
+    late_bills: set[str] = field(default_factory=set)  # jobs whose Describe does not say yet what was billed
 
     def create(self, request: dict[str, Any]) -> None:
         self.cloud.port()
         name = request["TrainingJobName"]
-    late_bills: set[str] = field(default_factory=set)  # jobs whose Describe does not say yet what was billed
         if name in self.made:
             return
         code, made_all_the_same = self.refusals.pop(0) if self.refusals else ("", True)
@@ -591,10 +591,6 @@ class Jobs:
             training_s=billed,
         )
 
-    def save(self, name: str, step: int) -> None:
-        """A checkpoint of the job's lineage reaches S3."""
-        run = self.cloud.runs.records[parse_job_name(name).run_id]
-        attempt = run.attempts[parse_job_name(name).attempt - 1]
     def send_bill(self, name: str) -> None:
         """What was billed is told, and no event says that it is."""
         self.late_bills.discard(name)
@@ -603,6 +599,10 @@ class Jobs:
             billed = self.trained_s.get(name, 0)
             self.made[name] = replace(job, billed_s=billed, training_s=billed)
 
+    def save(self, name: str, step: int) -> None:
+        """A checkpoint of the job's lineage reaches S3."""
+        run = self.cloud.runs.records[parse_job_name(name).run_id]
+        attempt = run.attempts[parse_job_name(name).attempt - 1]
         key = step_prefix(run.run_id, attempt.lineage, step) + "manifest.json"
         self.cloud.objects.bodies[key] = json.dumps(_manifest(run.run_id, attempt, step, self.cloud.now)).encode()
         self.cloud.send("checkpoints", key=key)

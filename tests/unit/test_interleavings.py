@@ -82,7 +82,6 @@ class Stage(RuleBasedStateMachine):
     def a_job_ends(self, pick: int, how: str) -> None:
         self._with_job(pick, lambda name: self._end(name, how), "Starting", "Training", "Interrupted", "Stopping")
 
-    @rule(code=st.sampled_from(REFUSALS[:-1]), times=st.integers(1, 5), made=st.booleans())
     @rule(pick=PICKS)
     def a_bill_will_come_late(self, pick: int) -> None:
         self._with_job(pick, self.cloud.jobs.late_bills.add, "Starting", "Training")
@@ -92,6 +91,7 @@ class Stage(RuleBasedStateMachine):
         for name in list(self.cloud.jobs.late_bills):
             self.cloud.jobs.send_bill(name)
 
+    @rule(code=st.sampled_from(REFUSALS[:-1]), times=st.integers(1, 5), made=st.booleans())
     def the_next_launches_are_refused(self, code: str, times: int, made: bool) -> None:
         made_all_the_same = made and code == "InternalServerError"
         self.cloud.jobs.refusals = [(code, made_all_the_same)] * times
@@ -185,8 +185,8 @@ class Stage(RuleBasedStateMachine):
         self._with_job(0, lambda name: self.cloud.jobs.end(name, "stopped"), "Stopping")
         self._with_job(0, lambda name: self._finish(name), "Training", "Interrupted")
         self._with_job(0, lambda name: self.cloud.jobs.get_a_machine(name), "Starting")
-        self.cloud.now += TICK
         self.late_bills_come()
+        self.cloud.now += TICK
         self.cloud.tick()
 
     def _finish(self, name: str) -> None:

@@ -125,9 +125,6 @@ class Attempt(Value):
     def is_settled(self) -> bool:
         return self.outcome is not None
 
-
-class CheckpointRef(Value):
-    """One checkpoint of this run, or of another (`run_id`), which then keeps a copy of it under kept/."""
     @property
     def paid_s(self) -> int:
         """Seconds of each machine of an ended attempt: as billed, or (not known yet) as long as it had it, at most."""
@@ -135,6 +132,9 @@ class CheckpointRef(Value):
             return self.billed_s or 0
         return max(0, ceil((self.ended_at - self.started_at).total_seconds()))
 
+
+class CheckpointRef(Value):
+    """One checkpoint of this run, or of another (`run_id`), which then keeps a copy of it under kept/."""
 
     lineage: int
     step: int

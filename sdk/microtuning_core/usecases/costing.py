@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from microtuning_core.domain.cost import CostRef, LedgerEntry, superseded, total
-from microtuning_core.domain.lines import Measured, attempt_entries, attempt_state, plan_price
 from microtuning_core.domain.job import JobFacts
+from microtuning_core.domain.lines import Measured, attempt_entries, attempt_state, plan_price
 from microtuning_core.domain.names import parse_job_name
 from microtuning_core.domain.run import Run
+from microtuning_core.domain.settle import billed
 from microtuning_core.domain.spending import entry_days, model_of
 from microtuning_core.usecases.services import Services
-from microtuning_core.domain.settle import billed
 
 
 def record_cost(services: Services, job_name: str) -> None:
@@ -38,8 +38,10 @@ def run_entries(services: Services, run: Run) -> list[LedgerEntry]:
 
 def _total_up(services: Services, run_id: str, number: int, job: JobFacts, now: datetime) -> None:
     """The run's cost so far is the sum of its entries, read again, never added to."""
+    cost_state = attempt_state(job, now)
 
     def totalled(run: Run) -> Run:
+        run = billed(run, number, job)
         attempts = tuple(
             each.model_copy(update={"cost_state": cost_state})
             if each.attempt == number and each.cost_state != "final"  # a late estimate says nothing new
@@ -49,5 +51,3 @@ def _total_up(services: Services, run_id: str, number: int, job: JobFacts, now: 
         return run.with_(cost_usd=total(run_entries(services, run)), attempts=attempts)
 
     services.runs.update(run_id, totalled)
-    cost_state = attempt_state(job, now)
-        run = billed(run, number, job)
