@@ -144,6 +144,15 @@ def test_preflight_tries_a_reward_on_rows_of_the_data(stage: Stage) -> None:
     found.raise_if_broken()
 
 
+@pytest.mark.parametrize(("recovery", "instead"), [("cheap", "fast"), ("fast", "cheap")])
+def test_preflight_says_what_the_chosen_recovery_costs_and_what_the_other_would(
+    stage: Stage, recovery: str, instead: str
+) -> None:
+    found = looked_at(RLTrainer("Transformer", reward_func=exact, stage=stage, compute={"recovery": recovery}))
+    (line,) = [each.found for each in found.findings if each.about == "recovery"]
+    assert line.startswith(f"{recovery}: on-demand at 0.115 USD an hour") and f". Instead {instead}: " in line
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
