@@ -397,9 +397,30 @@ def test_a_checkpoint_is_registered_once_every_file_of_its_manifest_is_there(sta
         stage.put(later + "weights.bin", b"too short")
         assert stage.deliver("on_checkpoint", event) == ["m-1"]
         assert [each.step for each in stage.services.runs.checkpoints(run.run_id)] == [1]
-        stage.put(later + "weights.bin", b"x" * 64)
+        stage.put(later + "weights.bin", b"x" * 64)  # as long as it should be
+        assert stage.deliver("on_checkpoint", event) == ["m-1"]
+        assert [each.step for each in stage.services.runs.checkpoints(run.run_id)] == [1]
+        stage.put(later + "weights.bin", bytes([1]) * 64)
         assert stage.deliver("on_checkpoint", event, event) == []
-    assert [each.step for each in stage.services.runs.checkpoints(run.run_id)] == [1, 9]
+    registered = stage.services.runs.checkpoints(run.run_id)
+    assert [(each.step, each.bytes, each.hashed_bytes) for each in registered] == [(1, 64, 64), (9, 64, 64)]
+
+
+def test_the_hash_of_what_is_too_large_to_read_is_the_one_that_s3_keeps_if_it_keeps_one(stage: StageUnderTest) -> None:
+    objects, s3 = stage.services.objects, stage.client("s3")
+    body, key = b"weights" * 1000, f"tests/{hex8()}.bin"
+    s3.put_object(Bucket=objects.bucket, Key=key, Body=body, ChecksumAlgorithm="SHA256")
+    assert objects.stored_sha256_of(key) == objects.sha256_of(key) == hashlib.sha256(body).hexdigest()
+    s3.put_object(Bucket=objects.bucket, Key=key, Body=body, ChecksumAlgorithm="CRC32")
+    assert objects.stored_sha256_of(key) is None
+    parts = s3.create_multipart_upload(Bucket=objects.bucket, Key=key, ChecksumAlgorithm="SHA256")
+    name = {"Bucket": objects.bucket, "Key": key, "UploadId": parts["UploadId"]}
+    part = s3.upload_part(**name, PartNumber=1, Body=body, ChecksumAlgorithm="SHA256")
+    done = {"PartNumber": 1, "ETag": part["ETag"], "ChecksumSHA256": part["ChecksumSHA256"]}
+    s3.complete_multipart_upload(**name, MultipartUpload={"Parts": [done]})
+    assert objects.stored_sha256_of(key) is None  # a hash of the parts' hashes is not the file's
+    s3.delete_object(Bucket=objects.bucket, Key=key)
+    assert objects.sha256_of(key) is None
 
 
 def test_a_manifest_that_speaks_of_another_checkpoint_is_not_registered(stage: StageUnderTest) -> None:
@@ -462,14 +483,3 @@ def test_jobs_of_this_stage_that_nobody_wants_are_stopped_and_those_of_others_ne
         assert stage.until(lambda name=name: stage.job(name).is_terminal, name)
     stage.cancel(wanted)
     assert stage.ended(wanted).status == "stopped"
-
-
-def test_a_table_with_what_late_news_left_still_counts_as_lost(stage: StageUnderTest) -> None:
-    """Or nothing would be read back after the emulator was killed."""
-    with stage.a_table() as table:
-        store = RunStore(stage.client("dynamodb"), table, stage.services.objects)
-        store.note("default-late-0a1b2c3d4e5f", "handler_error", "a message came before the runs were back")
-        assert store.knows_no_run()
-        run = new_run("default-kept-0a1b2c3d4e5f", parse_spec(stage.spec()), datetime.now(UTC))
-        store.restore(run)
-        assert not store.knows_no_run()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,13 @@ from botocore.stub import Stubber
 
 from microtuning_core.aws.objects import ObjectStore, Stored
 from microtuning_core.aws.runs import Checkpoint
-from microtuning_core.domain.errors import StaleRevision
+from microtuning_core.domain.errors import NotYetWhole, StaleRevision
 from microtuning_core.domain.job import JobFacts
+from microtuning_core.domain.layout import CheckpointKey, step_prefix
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
 from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.usecases import checkpoint
 from microtuning_core.usecases.checkpoint import prune
 from microtuning_core.usecases.closing import error_text
 from microtuning_core.usecases.costing import record_cost
@@ -265,3 +268,68 @@ def test_a_dead_letter_that_names_no_run_still_tells_its_state(body):
 )
 def test_the_error_of_a_state_is_one_sentence(error, text):
     assert error_text(error) == text
+
+
+# -- what is whole -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HashedObjects(Objects):
+    """`kept`: the hashes that S3 keeps. `read_bytes`: what was read to be hashed."""
+
+    kept: dict[str, str] = field(default_factory=dict)
+    read_bytes: int = 0
+
+    def read(self, key: str, *, at_most: int | None = None) -> bytes | None:
+        return self.bodies.get(key)
+
+    def sha256_of(self, key: str) -> str:
+        self.read_bytes += len(self.bodies[key])
+        return sha256(self.bodies[key]).hexdigest()
+
+    def stored_sha256_of(self, key: str) -> str | None:
+        return self.kept.get(key)
+
+
+def saved(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], **changes: bytes) -> tuple[Any, HashedObjects]:
+    """A checkpoint of `files`, some of which lie there with other bytes than the manifest says; 10 bytes may be read."""
+    monkeypatch.setattr(checkpoint, "HASHED_BYTES", 10)
+    stage, prefix = services(run()), step_prefix(RUN_ID, 1, 4)
+    stage.objects = HashedObjects()
+    stage.runs.registered = []
+    stage.runs.put_checkpoint = lambda manifest, hashed: stage.runs.registered.append((manifest.step, hashed))
+    listed = [{"path": name, "bytes": len(body), "sha256": sha256(body).hexdigest()} for name, body in files.items()]
+    document = {
+        "schema_version": 1, "run_id": RUN_ID, "attempt": 1, "lineage": 1, "step": 4, "epoch": 0, "world_size": 1,
+        "global_batch": 64, "spec_sha256": "0" * 64, "base_model": "T", "files": listed, "created_at": NOW.isoformat(),
+    }  # fmt: skip
+    for name, body in (files | changes).items():
+        stage.objects.put(prefix + name, body)
+    stage.objects.put_json(prefix + "manifest.json", document)
+    return stage, stage.objects
+
+
+HERE = CheckpointKey("acme", RUN_ID, 1, 4)
+
+
+def test_small_files_are_hashed_up_to_a_limit_and_the_record_says_how_much_was(monkeypatch):
+    stage, objects = saved(monkeypatch, {"large": b"x" * 11, "b": b"123456", "a": b"1234", "c": b"1234567"})
+    checkpoint.register(stage, HERE)
+    assert (stage.runs.registered, objects.read_bytes) == ([(4, 10)], 10)
+
+
+def test_the_hash_that_s3_keeps_of_a_large_file_is_compared(monkeypatch):
+    stage, objects = saved(monkeypatch, {"large": b"x" * 11})
+    objects.kept = {step_prefix(RUN_ID, 1, 4) + "large": sha256(b"x" * 11).hexdigest()}
+    checkpoint.register(stage, HERE)
+    assert (stage.runs.registered, objects.read_bytes) == ([(4, 11)], 0)
+    objects.kept = dict.fromkeys(objects.kept, "0" * 64)
+    with pytest.raises(NotYetWhole, match="large is not what its manifest says"):
+        checkpoint.register(stage, HERE)
+
+
+def test_a_spoiled_file_of_the_right_size_is_not_registered(monkeypatch):
+    stage, _ = saved(monkeypatch, {"a": b"1234"}, a=b"1235")
+    with pytest.raises(NotYetWhole, match="a is not what its manifest says"):
+        checkpoint.register(stage, HERE)
+    assert (stage.runs.registered, stage.runs.run.last_checkpoint) == ([], None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from microtuning_core.aws.errors import is_missing
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,27 @@ class ObjectStore:
             if is_missing(error):
                 return None
             raise
+
+    def sha256_of(self, key: str) -> str | None:
+        """The hash of what lies there now, in hexadecimal, read piece by piece; None when there is none."""
+        try:
+            body = self._s3.get_object(Bucket=self.bucket, Key=key)["Body"]
+        except ClientError as error:
+            if is_missing(error):
+                return None
+            raise
+        digest = hashlib.sha256()
+        for piece in body.iter_chunks(_PIECE_BYTES):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def stored_sha256_of(self, key: str) -> str | None:
+        """The hash that S3 keeps with the object; None where it was uploaded without one, or in parts."""
+        answer = self._s3.head_object(Bucket=self.bucket, Key=key, ChecksumMode="ENABLED")
+        known = answer.get("ChecksumSHA256")
+        if known is None or answer.get("ChecksumType") == "COMPOSITE":
+            return None
+        return base64.b64decode(known).hex()
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Everything under a prefix that ends in "/", so that run-1 is never also run-10."""

@@ -60,7 +60,9 @@ def _missing_metrics(run: Run, manifest: CheckpointManifest | None) -> str:
 def _register(services: Services, run: Run, manifest: CheckpointManifest) -> str:
     group = slug(run.name)
     job = services.jobs.describe(run.attempts[-1].job_name)
-    services.runs.put_checkpoint(manifest)
+    registered = {(each.lineage, each.step) for each in services.runs.checkpoints(run.run_id)}
+    if (manifest.lineage, manifest.step) not in registered:
+        services.runs.put_checkpoint(manifest)  # the message that its manifest is there comes later
     number = services.runs.next_version(run.tenant, group)
     version = ModelVersion(
         group=group,
