@@ -331,7 +331,7 @@ class Runs(RunStore):
         self._cloud.port()
         self.states.get(run_id, {}).pop(token, None)
 
-    def put_checkpoint(self, manifest: Any) -> None:
+    def put_checkpoint(self, manifest: Any, hashed_bytes: int = 0) -> None:
         self._cloud.port()
         made = Checkpoint(manifest.lineage, manifest.step, "", True, {}, "")
         known = [each for each in self.steps.get(manifest.run_id, []) if each != made]
