@@ -12,6 +12,7 @@ from functions._queue import Body, handle_messages
 from microtuning_core.domain.errors import InvalidName
 from microtuning_core.domain.events import execution_changed
 from microtuning_core.domain.names import parse_execution_name
+from microtuning_core.usecases.costing import record_orchestration
 from microtuning_core.usecases.settle import settle
 
 
@@ -24,6 +25,7 @@ def _process(body: Body) -> None:
     run_id = _run_of(body)
     if run_id and services().runs.find(run_id):
         run = settle(services(), run_id, ask_execution=True)
+        record_orchestration(services(), run_id)
         logger.info("settled", extra={"run_id": run_id, "execution": run.execution})
 
 

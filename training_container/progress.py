@@ -10,15 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from microtuning_core.domain.manifest import CheckpointManifest
 from microtuning_core.domain.progress import (
     PROGRESS_NAME,
     PhaseMs,
     Progress,
     ProgressMetrics,
     Restart,
+    Saved,
     Start,
     TokenCounts,
     Written,
+    sign_after_s,
 )
 
 from .metrics import finite_only
@@ -43,7 +46,7 @@ class RestartClock:
 
 @dataclass
 class Meter:
-    """Time by phase (seconds), tokens by kind, and the longest step of this attempt.
+    """Time by phase (seconds), tokens by kind, steps, what was saved, and the longest step of this attempt.
 
     resting: around phases that have a time limit of their own, so that nobody misses a sign of life.
     """
@@ -51,6 +54,8 @@ class Meter:
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     longest_step_s: float = 0.0
+    steps: int = 0
+    saved: Saved = field(default_factory=Saved)
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @contextmanager
@@ -64,6 +69,17 @@ class Meter:
 
     def add_seconds(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def count_step(self, seconds: float) -> None:
+        self.steps += 1
+        self.longest_step_s = max(self.longest_step_s, seconds)
+
+    def count_saved(self, manifest: CheckpointManifest) -> None:
+        self.saved = Saved(
+            checkpoints=self.saved.checkpoints + 1,
+            files=self.saved.files + len(manifest.files) + 1,
+            bytes=self.saved.bytes + manifest.total_bytes,
+        )
 
     def count(self, **tokens: int) -> None:
         for kind, number in tokens.items():
@@ -112,6 +128,7 @@ class ProgressWriter:
         self.meter.seconds = {name: ms / 1000 for name, ms in earlier.phase_ms.model_dump().items()}
         self.meter.tokens = earlier.tokens.model_dump()
         self.meter.longest_step_s = earlier.longest_step_ms / 1000
+        self.meter.steps, self.meter.saved = earlier.steps_done, earlier.saved
         self._started_at_s -= sum(self.meter.seconds.values())
         self.restarts, self.starts = list(earlier.restarts), list(earlier.starts)
         self.checkpoint = earlier.checkpoint
@@ -120,7 +137,8 @@ class ProgressWriter:
     def write(self, step: int, total_steps: int, *, eval_before: Any, eval_after: Any, at_once: bool = False) -> None:
         """Write when it is time, or `at_once`."""
         now_s = time.monotonic()
-        if not self._writes or (not at_once and now_s - self._written_at_s < self._every_s):
+        every_s = sign_after_s(now_s - self._started_at_s, self._every_s)
+        if not self._writes or (not at_once and now_s - self._written_at_s < every_s):
             return
         self._written_at_s = now_s
         busy_s = sum(seconds for name, seconds in self.meter.seconds.items() if name != "idle")
@@ -132,6 +150,8 @@ class ProgressWriter:
             at=datetime.now(UTC),
             phase_ms=PhaseMs(**{name: round(1000 * seconds) for name, seconds in self.meter.seconds.items()}),
             tokens=TokenCounts(**self.meter.tokens),
+            steps_done=self.meter.steps,
+            saved=self.meter.saved,
             restarts=tuple(self.restarts),
             starts=tuple(self.starts),
             checkpoint=self.checkpoint,

@@ -172,7 +172,7 @@ class Run:
     def end_step(self, metrics: Mapping[str, Any], *, tokens: int) -> None:
         """Report the step whose rows `steps` gave last. `tokens` sampled or trained in it make tokens_per_s."""
         seconds = time.monotonic() - self._step_began_at_s
-        self.meter.longest_step_s = max(self.meter.longest_step_s, seconds)
+        self.meter.count_step(seconds)
         self.engine.beat()
         self.state.step += 1
         reported = {**metrics, "tokens_per_s": tokens / max(seconds, 1e-9)}
@@ -264,6 +264,7 @@ class Run:
 
     def _say_what_is_written(self, written: Checkpoint, took_s: float) -> None:
         self._cadence.written(took_s=took_s)
+        self.meter.count_saved(written.manifest)
         self.progress.checkpoint = Written(step=written.manifest.step, at=datetime.now(UTC))
         manifest, best = written.manifest, self.spec.checkpoint.best_metric
         self.log.emit(

@@ -111,7 +111,7 @@ def test_who_starts_executions_and_that_nobody_stops_one(aws: Any) -> None:
 @pytest.mark.parametrize(
     ("table", "who"),
     [
-        ("ledger", {"on_cost_event", "reconcile"}),
+        ("ledger", {"on_cost_event", "on_execution_ended", "reconcile"}),
         ("idempotency", {"on_spec_uploaded"}),
         (
             "tenants",

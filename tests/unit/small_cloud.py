@@ -35,6 +35,7 @@ from microtuning_core.domain.layout import (
     step_prefix,
 )
 from microtuning_core.domain.names import StackNames, parse_execution_name, parse_job_name
+from microtuning_core.domain.orchestration import HistoryEvent
 from microtuning_core.domain.quota import Waiting
 from microtuning_core.domain.run import TRANSITIONS, Run, RunStatus, new_run
 from microtuning_core.domain.settle import WaitingState
@@ -241,15 +242,18 @@ def _obey(services: Any, body: dict[str, Any]) -> None:
     command.obey(services, body["key"], key)
 
 
+def _hear_of_execution(services: Any, run_id: str) -> None:
+    settle.settle(services, run_id, ask_execution=True)
+    costing.record_orchestration(services, run_id)
+
+
 # What each queue's function does with a message (functions/*.py).
 _HANDLERS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
     "admissions": lambda s, body: admit.admit(s, body["token"], body["execution"], body["input"], BEGAN),
     "launches": lambda s, body: launch.launch(s, body["token"], body["execution"], body["run_id"], body["attempt"]),
     "training-events": lambda s, body: settle.settle(s, parse_job_name(body["job"]).run_id),
     "cost-events": lambda s, body: costing.record_cost(s, body["job"]),
-    "execution-events": lambda s, body: settle.settle(
-        s, parse_execution_name(body["execution"])[0], ask_execution=True
-    ),
+    "execution-events": lambda s, body: _hear_of_execution(s, parse_execution_name(body["execution"])[0]),
     "checkpoints": _register,
     "commands": _obey,
     "ticks": lambda s, _: reconciling.reconcile(s),
@@ -667,6 +671,7 @@ class Execution:
     status: str = "RUNNING"
     token: str | None = None
     visit: int = 0
+    events: list[HistoryEvent] = field(default_factory=list)
 
 
 @dataclass
@@ -687,6 +692,11 @@ class Executions:
         self.cloud.port()
         found = self.by_name.get(execution)
         return found.status if found else "MISSING"
+
+    def history(self, execution: str) -> list[HistoryEvent]:
+        self.cloud.port()
+        found = self.by_name.get(execution)
+        return list(found.events) if found else []
 
     def succeed(self, token: str, output: dict[str, Any]) -> None:
         self.cloud.port()
@@ -735,6 +745,7 @@ class Executions:
     def _enter(self, execution: Execution, name: str) -> None:
         execution.state, execution.token, execution.visit = name, None, execution.visit + 1
         state = workflow()["States"][name]
+        execution.events.append(HistoryEvent(f"{state['Type']}StateEntered", self.cloud.now, name))
         match state["Type"]:
             case "Task":
                 self._ask(execution, state)
@@ -753,6 +764,7 @@ class Executions:
 
     def _end(self, execution: Execution, status: str) -> None:
         execution.status, execution.token = status, None
+        execution.events.append(HistoryEvent(f"Execution{status.title().replace('_', '')}", self.cloud.now))
         self.cloud.send("execution-events", execution=execution.name)
 
 

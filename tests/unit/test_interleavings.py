@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from microtuning_core.domain.cost import total
 from tests.unit.small_cloud import ENDS, HINTS, HOLDS_A_SLOT, REFUSALS, TICK, Died, Fault, Message, SmallCloud
 
 PICKS = st.integers(0, 40)
@@ -198,7 +199,10 @@ class Stage(RuleBasedStateMachine):
         for run in self.cloud.runs.records.values():
             self._is_over(run)
             assert not [job for job in self.cloud.jobs.of_run(run.run_id) if not job.is_terminal]
-            assert (run.cost_usd or 0) == self.cloud.jobs.bill_usd(run.run_id)
+            entries = self.cloud.ledger.entries(run.tenant, run.run_id)
+            assert total(each for each in entries if each.line == "compute") == self.cloud.jobs.bill_usd(run.run_id)
+            assert run.cost_usd == total(entries)
+            assert [each.execution for each in entries if each.execution] == [*range(1, run.executions + 1)]
         assert (self.cloud.admissions.held, self.cloud.admissions.queue, self.cloud.runs.open) == ({}, {}, set())
 
     def _is_over(self, run) -> None:

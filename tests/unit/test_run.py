@@ -62,10 +62,19 @@ def test_a_change_of_the_newest_attempt_leaves_the_others():
 
 def test_costs_are_final_when_every_attempt_that_became_a_job_has_its_final_amount():
     never, estimated = attempt(1), attempt(2, launched_at=NOW, cost_state="estimate")
-    assert run().costs_are_final
-    assert run(attempts=(never,)).costs_are_final
-    assert not run(attempts=(never, estimated)).costs_are_final
-    assert run(attempts=(never, estimated.model_copy(update={"cost_state": "final"}))).costs_are_final
+    final = estimated.model_copy(update={"cost_state": "final"})
+    costed = run(executions_costed=1)
+    assert costed.costs_are_final
+    assert costed.with_(attempts=(never,)).costs_are_final
+    assert not costed.with_(attempts=(never, estimated)).costs_are_final
+    assert costed.with_(attempts=(never, final)).costs_are_final
+
+
+def test_costs_are_final_when_what_steered_the_run_is_in_the_ledger_too():
+    assert not run().costs_are_final
+    assert not run(executions=2, executions_costed=1).costs_are_final
+    assert run(executions=2, executions_costed=2).costs_are_final
+    assert run(executions_costed=None).costs_are_final  # of before it was counted
 
 
 @pytest.mark.parametrize(

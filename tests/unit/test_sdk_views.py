@@ -136,7 +136,7 @@ LAUNCHED = an_attempt(launched_at=START, cost_state="final")
 def test_a_cost_is_final_once_the_run_is_over_and_every_job_it_had_is_settled(
     status: str, attempts: tuple[Attempt, ...], state: str
 ) -> None:
-    run = a_run(status=RunStatus(status), attempts=attempts)
+    run = a_run(status=RunStatus(status), attempts=attempts, executions_costed=1)
     assert _views.run_cost_view(run, [])["state"] == state
     assert _views.run_view(run, [], [], "arn")["cost"]["state"] == state
 

@@ -99,6 +99,9 @@ class Objects:
     def put_json(self, key: str, document: Any) -> None:
         self.put(key, json.dumps(document).encode())
 
+    def read(self, key: str) -> bytes | None:
+        return self.bodies.get(key)
+
     def read_json(self, key: str) -> Any:
         return json.loads(self.bodies[key]) if key in self.bodies else None
 

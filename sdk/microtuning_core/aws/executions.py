@@ -9,10 +9,12 @@ from botocore.exceptions import ClientError
 
 from microtuning_core.aws.errors import code_of, is_missing
 from microtuning_core.domain.names import StackNames
+from microtuning_core.domain.orchestration import HistoryEvent
 from microtuning_core.domain.settle import ExecutionStatus
 
 if TYPE_CHECKING:
     from mypy_boto3_stepfunctions import SFNClient
+    from mypy_boto3_stepfunctions.type_defs import HistoryEventTypeDef
 
 # The state that held the token is gone: it was answered before, or its execution ended. Either way nobody waits.
 _NOBODY_WAITS = frozenset({"TaskDoesNotExist", "TaskTimedOut", "InvalidToken"})
@@ -43,6 +45,18 @@ class Executions:
             raise
         return cast("ExecutionStatus", answer["status"])
 
+    def history(self, execution: str) -> list[HistoryEvent]:
+        """What happened in it, without the data that went through; empty where it is not there any more."""
+        pages = self._stepfunctions.get_paginator("get_execution_history").paginate(
+            executionArn=self._names.execution_arn(execution), includeExecutionData=False
+        )
+        try:
+            return [_history_event(event) for page in pages for event in page["events"]]
+        except ClientError as error:
+            if is_missing(error):
+                return []
+            raise
+
     def succeed(self, token: str, output: dict[str, Any]) -> None:
         self._send(lambda: self._stepfunctions.send_task_success(taskToken=token, output=json.dumps(output)))
 
@@ -57,3 +71,7 @@ class Executions:
         except ClientError as error:
             if code_of(error) not in _NOBODY_WAITS:
                 raise
+
+
+def _history_event(event: HistoryEventTypeDef) -> HistoryEvent:
+    return HistoryEvent(event["type"], event["timestamp"], event.get("stateEnteredEventDetails", {}).get("name", ""))

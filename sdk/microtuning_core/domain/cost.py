@@ -20,7 +20,7 @@ from typing import Literal
 from microtuning_core.domain.catalog import find
 from microtuning_core.domain.record import Record, UsdAmount, Value
 
-LedgerLine = Literal["compute", "warm_pool", "storage", "orchestration"]
+LedgerLine = Literal["compute", "warm_pool", "storage", "orchestration", "objects"]
 LedgerState = Literal["estimate", "final"]
 
 _KEPT = Decimal("1e-10")
@@ -45,7 +45,7 @@ class LedgerEntry(Record):
     phase_ms, metered_ms and tokens are what the container measured; they explain the amount and never make it.
     billed_s, training_s: of each instance; where spot billed less than it trained, `saved_usd` is the difference.
     charges: where several prices make the amount, which is their sum; quantity and unit are then 1 and "execution".
-    execution: which of the run's executions, for the line "orchestration"; its attempt is 0.
+    execution: which of the run's executions, for the lines "orchestration" and "objects"; its attempt is 0.
     """
 
     id: str

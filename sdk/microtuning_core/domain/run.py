@@ -18,7 +18,7 @@ from typing import Any, Literal
 from microtuning_core.domain.errors import IllegalTransition
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.names import parse_run_id
-from microtuning_core.domain.progress import Start, Written
+from microtuning_core.domain.progress import Progress, Start, Written
 from microtuning_core.domain.record import Record, UsdAmount, UtcTime, Value
 from microtuning_core.domain.spec import RunSpec
 
@@ -90,12 +90,18 @@ class AttemptPlan(Value):
 
 
 class Metered(Value):
-    """What the container measured of an attempt: its last step, how many it did, time by phase and tokens by kind."""
+    """What the container measured of an attempt: its last step, how many it did, time by phase and tokens by kind.
+
+    saves: checkpoints that it wrote, in so many files and bytes.
+    """
 
     step: int = 0
     steps_done: int = 0  # those done twice count twice
     phase_ms: dict[str, int] = {}
     tokens: dict[str, int] = {}
+    saves: int = 0
+    saved_files: int = 0
+    saved_bytes: int = 0
 
 
 class Attempt(Value):
@@ -131,6 +137,19 @@ class Attempt(Value):
         if self.billed_s is not None or self.started_at is None or self.ended_at is None:
             return self.billed_s or 0
         return max(0, ceil((self.ended_at - self.started_at).total_seconds()))
+
+
+def metered(progress: Progress) -> Metered:
+    """The last sign of life as the attempt keeps it."""
+    return Metered(
+        step=progress.step,
+        steps_done=progress.steps_done,
+        phase_ms=progress.phase_ms.model_dump(),
+        tokens=progress.tokens.model_dump(),
+        saves=progress.saved.checkpoints,
+        saved_files=progress.saved.files,
+        saved_bytes=progress.saved.bytes,
+    )
 
 
 class CheckpointRef(Value):
@@ -190,6 +209,8 @@ class Run(Record):
     liveness: Liveness | None = None
     metrics: RunMetrics = RunMetrics()
     cost_usd: UsdAmount | None = None
+    executions_costed: int | None = None  # whose orchestration is in the ledger; None in records of before it was
+    costed_revision: int = 0  # of this record, up to which writing it is in the ledger
     model_version: str | None = None
     revision: int = 0
 
@@ -199,8 +220,9 @@ class Run(Record):
 
     @property
     def costs_are_final(self) -> bool:
-        """Whether every attempt that became a job has its final amount in the ledger."""
-        return all(each.cost_state == "final" for each in self.attempts if each.launched_at)
+        """Whether every attempt that became a job, and every execution, has its final amount in the ledger."""
+        executions = self.executions_costed is None or self.executions_costed >= self.executions
+        return executions and all(each.cost_state == "final" for each in self.attempts if each.launched_at)
 
     def waits_out(self, now: datetime) -> bool:
         """It found no capacity and gave its slot back; it may have one again only from `not_before` on."""
@@ -240,4 +262,5 @@ def new_run(run_id: str, spec: RunSpec, now: datetime, execution: str | None = N
         created_at=now,
         updated_at=now,
         execution=execution or run_id,
+        executions_costed=0,
     )

@@ -13,7 +13,7 @@ from microtuning_core.domain.progress import Progress
 from microtuning_core.domain.record import Record
 from microtuning_core.domain.recovery import newly_complete
 from microtuning_core.domain.retention import superfluous
-from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics
+from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics, metered
 from microtuning_core.domain.settle import register_checkpoint
 from microtuning_core.usecases.services import Services
 
@@ -132,7 +132,7 @@ def with_progress(run: Run, progress: Progress) -> Run:
     known = {(each.cause, each.at) for each in restarts}
     others = tuple(each for each in current.recoveries if (each.cause, each.at) not in known)
     recoveries = tuple(sorted((*others, *restarts), key=lambda each: each.at))
-    return run.with_current(recoveries=recoveries, starts=progress.starts).with_(
+    return run.with_current(recoveries=recoveries, starts=progress.starts, metered=metered(progress)).with_(
         liveness=Liveness(
             at=progress.at,
             step=progress.step,

@@ -12,7 +12,7 @@ from microtuning_core.domain.layout import run_record_key
 from microtuning_core.domain.mirror import checkpoint_age, looked_at
 from microtuning_core.domain.names import JobName
 from microtuning_core.domain.run import RunStatus
-from microtuning_core.usecases.costing import record_cost
+from microtuning_core.usecases.costing import record_cost, record_orchestration
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
 from microtuning_core.usecases.warm_pools import end_pools
@@ -68,6 +68,7 @@ def reconcile_run(services: Services, run_id: str) -> None:
         over = attempt.is_settled or run.is_final
         if attempt.launched_at and over and attempt.cost_state != "final":
             record_cost(services, attempt.job_name)
+    record_orchestration(services, run_id)
     run = services.runs.get(run_id)
     if services.runs.mirrored_revision(run_id) < run.revision:
         services.runs.mirror(run)
