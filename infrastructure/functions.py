@@ -94,7 +94,7 @@ FUNCTIONS = (
     Function("on_checkpoint", (*_RECORD, "read-checkpoints", "prune-checkpoints"), queues=("checkpoints",)),
     Function("on_execution_ended", (*_SETTLE, *_RESTART, "ledger", "see-history"), queues=("execution-events",)),
     Function("admit_run", (*_RECORD, "read-what-specs-name", "tenants", "send-task"), queues=("admissions",), batch=1),
-    Function("plan_attempt", (*_RECORD, "read-what-specs-name", "write-config")),
+    Function("plan_attempt", (*_RECORD, "read-limits", "read-what-specs-name", "write-config")),
     Function(
         "launch_training",
         (*_SETTLE, "create-jobs", "pass-job-roles", "encrypt-volumes"),

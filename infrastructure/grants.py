@@ -102,6 +102,7 @@ GRANTS = {
     "runs": Grant(_ROWS, (table_arn("runs"), table_arn("runs") + "/index/*")),
     "ledger": Grant(_ROWS, (table_arn("ledger"),)),
     "tenants": Grant(_ROWS, (table_arn("tenants"),)),
+    "read-limits": Grant(("dynamodb:Query",), (table_arn("tenants"),)),
     "idempotency": Grant(_ROWS, (table_arn("idempotency"),)),
     # The state machine.
     "start-execution": Grant(("states:StartExecution",), (state_machine_arn(),)),

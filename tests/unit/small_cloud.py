@@ -35,11 +35,11 @@ from microtuning_core.domain.layout import (
     step_prefix,
 )
 from microtuning_core.domain.names import StackNames, parse_execution_name, parse_job_name
-from microtuning_core.domain.orchestration import HistoryEvent
-from microtuning_core.domain.quota import Waiting
+from microtuning_core.domain.quota import Gpus, Holding, Waiting, used_gpus
 from microtuning_core.domain.run import TRANSITIONS, Run, RunStatus, new_run
 from microtuning_core.domain.settle import WaitingState
 from microtuning_core.domain.spec_checks import parse_spec
+from microtuning_core.domain.tenants import StageTenants, Standing, TenantLimits, serving_anyone
 from microtuning_core.usecases import (
     admit,
     checkpoint,
@@ -53,6 +53,7 @@ from microtuning_core.usecases import (
     registering,
     settle,
     submit,
+    tenancy,
     warm_pools,
 )
 from microtuning_core.usecases.services import StageSettings
@@ -88,14 +89,14 @@ REFUSALS = (
 
 
 @cache
-def spec() -> Any:
+def spec(tenant: str = "acme") -> Any:
     return parse_spec(
         {
             "name": "sort",
-            "tenant": "acme",
+            "tenant": tenant,
             "model": {"arch": "Transformer"},
             "algorithm": {"type": "sft", "max_train_steps": 100, "batch_size": 64},
-            "data": {"train": f"s3://{NAMES.bucket}/tenants/acme/datasets/x.jsonl"},
+            "data": {"train": f"s3://{NAMES.bucket}/tenants/{tenant}/datasets/x.jsonl"},
             "compute": {"instance": "ml.g5.xlarge", "fallbacks": ["ml.g6.xlarge"], "spot": "auto"},
         }
     )
@@ -122,12 +123,12 @@ class Message:
 class SmallCloud:
     """One stage: its clock, its messages under way, and what the use cases call `services`."""
 
-    def __init__(self, run_count: int, quota: int) -> None:
+    def __init__(self, run_count: int, quota: int, tenants: StageTenants | None = None) -> None:
         self.now = BEGAN
         self.messages: list[Message] = []
         self.fault: Fault | None = None
         self.broken: str | None = None  # kept, because a death or a retry may swallow the exception
-        settings = StageSettings(NAMES, "image:1", quota)
+        settings = StageSettings(NAMES, "image:1", quota, tenants=tenants or serving_anyone())
         self.objects = Objects(self)
         self.runs = Runs(self)
         self.admissions = Admissions(self)
@@ -142,7 +143,11 @@ class SmallCloud:
         )  # fmt: skip
         with clock_of(self):
             for number in range(run_count):
-                submit.begin_run(self.services, new_run(f"acme-sort-0a1b2c3d4e{number:02d}", spec(), self.now))
+                self._begin(number, list(settings.tenants.tenants)[number % len(settings.tenants.tenants)])
+
+    def _begin(self, number: int, tenant: str) -> None:
+        own = spec() if tenant == "default" else spec(tenant)  # where nobody is declared: acme
+        submit.begin_run(self.services, new_run(f"{own.tenant}-sort-0a1b2c3d4e{number:02d}", own, self.now))
 
     def _last_line_at(self, job_name: str) -> datetime | None:
         self.port()
@@ -242,18 +247,15 @@ def _obey(services: Any, body: dict[str, Any]) -> None:
     command.obey(services, body["key"], key)
 
 
-def _hear_of_execution(services: Any, run_id: str) -> None:
-    settle.settle(services, run_id, ask_execution=True)
-    costing.record_orchestration(services, run_id)
-
-
 # What each queue's function does with a message (functions/*.py).
 _HANDLERS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
     "admissions": lambda s, body: admit.admit(s, body["token"], body["execution"], body["input"], BEGAN),
     "launches": lambda s, body: launch.launch(s, body["token"], body["execution"], body["run_id"], body["attempt"]),
     "training-events": lambda s, body: settle.settle(s, parse_job_name(body["job"]).run_id),
     "cost-events": lambda s, body: costing.record_cost(s, body["job"]),
-    "execution-events": lambda s, body: _hear_of_execution(s, parse_execution_name(body["execution"])[0]),
+    "execution-events": lambda s, body: settle.settle(
+        s, parse_execution_name(body["execution"])[0], ask_execution=True
+    ),
     "checkpoints": _register,
     "commands": _obey,
     "ticks": lambda s, _: reconciling.reconcile(s),
@@ -315,7 +317,7 @@ class Runs(RunStore):
 
     def open_run_ids(self, tenant: str) -> list[str]:
         self._cloud.port()
-        return sorted(self.open)
+        return sorted(run_id for run_id in self.open if run_id.startswith(f"{tenant}-"))
 
     def note(self, run_id: str, kind: str, message: str, at: datetime | None = None, **data: Any) -> None:
         self._cloud.port()
@@ -430,17 +432,26 @@ class Admissions(AdmissionStore):
     def __init__(self, cloud: SmallCloud) -> None:
         self._cloud = cloud
         self.revision = 0
-        self.held: dict[str, str] = {}
+        self.held: dict[str, Holding] = {}
+        self.changes: dict[str, TenantLimits] = {}
+        self.standings: dict[str, Standing] = {}
         self.lives: dict[str, int] = {}  # of those that wait or have a slot
         self.queue: dict[str, tuple[Waiting, datetime | None]] = {}
         self.known: set[str] = set()
 
     def wait(
-        self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None, *, life: int = 0
+        self,
+        run_id: str,
+        tenant: str,
+        since: datetime,
+        not_before: datetime | None = None,
+        *,
+        life: int = 0,
+        gpus: Gpus | None = None,
     ) -> None:
         self._cloud.port()
         if run_id not in self.queue or self.lives[run_id] <= life:
-            self.queue[run_id] = (Waiting(run_id, tenant, since), not_before)
+            self.queue[run_id] = (Waiting(run_id, tenant, since, gpus or {}), not_before)
             self.lives[run_id] = life
 
     def remember(self, tenant: str) -> None:
@@ -470,14 +481,38 @@ class Admissions(AdmissionStore):
         self._cloud.port()
         return sorted(self.known)
 
-    def _take(self, slots: Slots, run_id: str, tenant: str) -> bool:
+    def limit_changes(self) -> dict[str, TenantLimits]:
         self._cloud.port()
-        if slots.revision != self.revision or run_id not in self.queue:
+        return dict(self.changes)
+
+    def put_standing(self, standing: Standing) -> None:
+        self._cloud.port()
+        self.standings[standing.tenant] = standing
+
+    def _take(self, slots: Slots, first: Waiting) -> bool:
+        self._cloud.port()
+        if first.run_id not in self.queue:
             return False
-        del self.queue[run_id]
-        self.held = {**slots.held, run_id: tenant}
-        self.revision += 1
-        self._cloud.require(len(self.held) <= self._cloud.services.settings.limits.total, "no slot beyond the quota")
+        after = Slots(slots.revision + 1, {**slots.held, first.run_id: Holding(first.tenant, first.gpus)})
+        if not self._put_slots(slots, after):
+            return False
+        del self.queue[first.run_id]
+        return True
+
+    def _put_slots(self, before: Slots, after: Slots, *others: dict[str, Any]) -> bool:
+        self._cloud.port()
+        if before.revision != self.revision:
+            return False
+        self.held, self.revision = dict(after.held), after.revision
+        limits = tenancy.current_limits(self._cloud.services, self.changes)
+        self._cloud.require(len(self.held) <= limits.total, "no slot beyond the quota")
+        used_before = used_gpus(before.held.values())
+        for (tenant, family), used in used_gpus(self.held.values()).items():
+            grew = used > used_before[tenant, family]  # a limit that was lowered takes nothing away
+            most = limits.gpus_of(tenant).get(family)
+            self._cloud.require(
+                not grew or most is None or used <= most, f"{tenant} has {used} of {most} {family} GPUs"
+            )
         return True
 
 
@@ -671,7 +706,6 @@ class Execution:
     status: str = "RUNNING"
     token: str | None = None
     visit: int = 0
-    events: list[HistoryEvent] = field(default_factory=list)
 
 
 @dataclass
@@ -692,11 +726,6 @@ class Executions:
         self.cloud.port()
         found = self.by_name.get(execution)
         return found.status if found else "MISSING"
-
-    def history(self, execution: str) -> list[HistoryEvent]:
-        self.cloud.port()
-        found = self.by_name.get(execution)
-        return list(found.events) if found else []
 
     def succeed(self, token: str, output: dict[str, Any]) -> None:
         self.cloud.port()
@@ -745,7 +774,6 @@ class Executions:
     def _enter(self, execution: Execution, name: str) -> None:
         execution.state, execution.token, execution.visit = name, None, execution.visit + 1
         state = workflow()["States"][name]
-        execution.events.append(HistoryEvent(f"{state['Type']}StateEntered", self.cloud.now, name))
         match state["Type"]:
             case "Task":
                 self._ask(execution, state)
@@ -764,7 +792,6 @@ class Executions:
 
     def _end(self, execution: Execution, status: str) -> None:
         execution.status, execution.token = status, None
-        execution.events.append(HistoryEvent(f"Execution{status.title().replace('_', '')}", self.cloud.now))
         self.cloud.send("execution-events", execution=execution.name)
 
 

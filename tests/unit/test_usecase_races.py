@@ -30,6 +30,7 @@ from microtuning_core.usecases.closing import error_text
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.dead_letters import bury
 from microtuning_core.usecases.plan import plan_attempt
+from microtuning_core.usecases.services import StageSettings
 from tests.unit.records import a_cpu_plan
 
 RUN_ID = "acme-sort-0a1b2c3d4e5f"
@@ -124,7 +125,12 @@ class Executions:
 
 
 def services(run: Run, **stores: Any) -> Any:
-    return SimpleNamespace(names=NAMES, runs=Runs(run), objects=Objects(), executions=Executions(), **stores)
+    defaults = {
+        "settings": StageSettings(NAMES, "image:1", 1),
+        "admissions": SimpleNamespace(limit_changes=dict),
+    }
+    made = SimpleNamespace(names=NAMES, runs=Runs(run), objects=Objects(), executions=Executions())
+    return SimpleNamespace(**vars(made) | defaults | stores)
 
 
 def run(**changes: Any) -> Run:

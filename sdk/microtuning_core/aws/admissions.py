@@ -1,9 +1,11 @@
 """Who runs and who waits: the stage's slots and its queue, in the tenants table.
 
-    pk     sk               holds
-    STAGE  SLOTS            revision, and `held`: run_id -> tenant, life
-    STAGE  WAIT#<run_id>    tenant, since, not_before, life
-    STAGE  TENANT#<t>       the tenant was seen here
+    pk         sk               holds
+    STAGE      SLOTS            revision, and `held`: run_id -> tenant, life, gpus
+    STAGE      WAIT#<run_id>    tenant, since, not_before, life, gpus
+    STAGE      TENANT#<t>       the tenant was seen here
+    LIMITS     <t>              limits that were changed since the stage was deployed
+    TENANT#t   STANDING         where the tenant stood at last, for its own people
 
 A slot is given by one transaction (slots at the revision that was read, waiting entry gone), so twenty racing admissions
 against five slots admit five.
@@ -23,20 +25,32 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from microtuning_core.aws.errors import lost_condition
-from microtuning_core.domain.quota import Limits, Waiting, grant
+from microtuning_core.domain.errors import StaleRevision
+from microtuning_core.domain.quota import Gpus, Holding, Limits, Waiting, grant, has_room
+from microtuning_core.domain.tenants import Standing, TenantLimits, merged
 
 if TYPE_CHECKING:
     from mypy_boto3_dynamodb import DynamoDBClient
 
 _STAGE = {"S": "STAGE"}
+_LIMITS = {"S": "LIMITS"}
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class Slots:
     revision: int
-    held: dict[str, str]  # run_id -> tenant
+    held: dict[str, Holding]  # by run_id
     lives: dict[str, int] = field(default_factory=dict)  # run_id -> the life in which it waited for the slot
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The runs that were given a slot, and who holds and waits now that nobody else may have one."""
+
+    run_ids: list[str]
+    held: dict[str, Holding]
+    waiting: list[Waiting]
 
 
 class AdmissionStore:
@@ -45,7 +59,14 @@ class AdmissionStore:
         self._table = table
 
     def wait(
-        self, run_id: str, tenant: str, since: datetime, not_before: datetime | None = None, *, life: int = 0
+        self,
+        run_id: str,
+        tenant: str,
+        since: datetime,
+        not_before: datetime | None = None,
+        *,
+        life: int = 0,
+        gpus: Gpus | None = None,
     ) -> None:
         """Puts the run into the queue; again, it renews `not_before`, and as late news of an earlier life nothing."""
         item: dict[str, Any] = {
@@ -54,6 +75,7 @@ class AdmissionStore:
             "tenant": {"S": tenant},
             "since": {"S": since.isoformat()},
             "life": _number(life),
+            "gpus": _gpus_item(gpus or {}),
         }
         if not_before:
             item["not_before"] = {"S": not_before.isoformat()}
@@ -109,7 +131,7 @@ class AdmissionStore:
         held = item["held"]["M"]
         return Slots(
             int(item["revision"]["N"]),
-            {run: _tenant(value) for run, value in held.items()},
+            {run: _holding(value) for run, value in held.items()},
             {run: int(value["M"]["life"]["N"]) for run, value in held.items() if "M" in value},
         )
 
@@ -118,23 +140,83 @@ class AdmissionStore:
         items = self._query("WAIT#")
         ready = [item for item in items if "not_before" not in item or _time(item["not_before"]) <= now]
         return [
-            Waiting(item["sk"]["S"].removeprefix("WAIT#"), item["tenant"]["S"], _time(item["since"])) for item in ready
+            Waiting(
+                item["sk"]["S"].removeprefix("WAIT#"),
+                item["tenant"]["S"],
+                _time(item["since"]),
+                _gpus(item.get("gpus")),
+            )
+            for item in ready
         ]
 
     def tenants(self) -> list[str]:
         return [item["sk"]["S"].removeprefix("TENANT#") for item in self._query("TENANT#")]
 
-    def grant(self, limits: Limits, now: datetime) -> list[str]:
-        """Gives free slots to those that `quota.grant` names; the run_ids that got one."""
+    def grant(self, limits: Limits, now: datetime) -> Granted:
+        """Gives free slots to those that `quota.grant` names."""
         granted: list[str] = []
         for _ in range(_TRIES):
-            slots = self.slots()
-            chosen = grant(limits, slots.held, self.waiting(now))
+            slots, waiting = self.slots(), self.waiting(now)
+            chosen = grant(limits, slots.held, waiting)
             if not chosen:
-                return granted
-            if self._take(slots, chosen[0], self._tenant_of(chosen[0])):
-                granted.append(chosen[0])
-        return granted
+                break
+            first = next(each for each in waiting if each.run_id == chosen[0])
+            if self._take(slots, first):
+                granted.append(first.run_id)
+        return Granted(granted, slots.held, waiting)
+
+    def claim(self, run_id: str, gpus: Gpus, limits: Limits) -> bool:
+        """Sets these GPUs aside for a run that has a slot, instead of what was; False where its tenant has no room.
+
+        A run whose slot was given back meanwhile claims nothing: whoever freed it decides what becomes of the run.
+        """
+        for _ in range(_TRIES):
+            slots = self.slots()
+            holding = slots.held.get(run_id)
+            if holding is None or holding.gpus == gpus:
+                return True
+            wanted = Holding(holding.tenant, gpus)
+            if not has_room(limits, slots.held, run_id, wanted):
+                return False
+            if self._put_slots(slots, Slots(slots.revision + 1, {**slots.held, run_id: wanted}, slots.lives)):
+                return True
+        raise StaleRevision(run_id, slots.revision)
+
+    def limit_changes(self) -> dict[str, TenantLimits]:
+        """By tenant, the limits that were changed since the stage was deployed."""
+        pages = self._dynamodb.get_paginator("query").paginate(
+            TableName=self._table,
+            KeyConditionExpression="pk = :pk",
+            ExpressionAttributeValues={":pk": _LIMITS},
+            ConsistentRead=True,
+        )
+        items = [item for page in pages for item in page["Items"]]
+        return {item["sk"]["S"]: TenantLimits.model_validate_json(item["record"]["S"]) for item in items}
+
+    def change_limits(self, tenant: str, change: TenantLimits | None) -> None:
+        """What `change` sets holds from now on, beside what was changed before; None = as declared again."""
+        key = {"pk": _LIMITS, "sk": {"S": tenant}}
+        if change is None:
+            self._dynamodb.delete_item(TableName=self._table, Key=key)
+            return
+        record = merged(self.limit_changes().get(tenant), change).model_dump_json(exclude_unset=True)
+        self._dynamodb.put_item(TableName=self._table, Item=key | {"record": {"S": record}})
+
+    def put_standing(self, standing: Standing) -> None:
+        """Unless a later one is there."""
+        seen = {"S": standing.at.isoformat(timespec="microseconds")}
+        with _unless_later():
+            self._dynamodb.put_item(
+                TableName=self._table,
+                Item={**_standing_key(standing.tenant), "seen": seen, "record": {"S": standing.model_dump_json()}},
+                ConditionExpression="attribute_not_exists(seen) OR seen <= :seen",
+                ExpressionAttributeValues={":seen": seen},
+            )
+
+    def standing(self, tenant: str) -> Standing | None:
+        """Where the tenant stood at last; None while it has had no run here. Its own people may read it."""
+        item = self._dynamodb.get_item(TableName=self._table, Key=_standing_key(tenant)).get("Item")
+        return None if item is None else Standing.model_validate_json(item["record"]["S"])
 
     def _life_of(self, run_id: str) -> int | None:
         """The life in which the run waits; None where it does not, any more."""
@@ -142,19 +224,20 @@ class AdmissionStore:
         item = self._dynamodb.get_item(TableName=self._table, Key=key, ConsistentRead=True).get("Item")
         return None if item is None else int(item.get("life", _number(0))["N"])
 
-    def _tenant_of(self, run_id: str) -> str:
-        return run_id.split("-", 1)[0]
-
-    def _take(self, slots: Slots, run_id: str, tenant: str) -> bool:
+    def _take(self, slots: Slots, first: Waiting) -> bool:
         """One slot for one waiting run, if the slots are still as they were read."""
-        life = self._life_of(run_id)
+        life = self._life_of(first.run_id)
         if life is None:
             return False
-        taken = Slots(slots.revision + 1, {**slots.held, run_id: tenant}, {**slots.lives, run_id: life})
+        held = {**slots.held, first.run_id: Holding(first.tenant, first.gpus)}
+        taken = Slots(slots.revision + 1, held, {**slots.lives, first.run_id: life})
+        return self._put_slots(slots, taken, self._wait_delete(first.run_id))
+
+    def _put_slots(self, before: Slots, after: Slots, *others: dict[str, Any]) -> bool:
+        """All of it, if the slots are still as they were read."""
+        items: Any = [self._slots_put(before.revision, after), *others]
         try:
-            self._dynamodb.transact_write_items(
-                TransactItems=[self._slots_put(slots.revision, taken), self._wait_delete(run_id)]  # type: ignore[list-item]
-            )
+            self._dynamodb.transact_write_items(TransactItems=items)
         except ClientError as error:
             if lost_condition(error):
                 return False
@@ -163,8 +246,7 @@ class AdmissionStore:
 
     def _slots_put(self, revision: int, slots: Slots) -> dict[str, Any]:
         held = {
-            run_id: {"M": {"tenant": {"S": tenant}, "life": _number(slots.lives.get(run_id, 0))}}
-            for run_id, tenant in slots.held.items()
+            run_id: {"M": _holding_item(holding, slots.lives.get(run_id, 0))} for run_id, holding in slots.held.items()
         }
         put: dict[str, Any] = {
             "TableName": self._table,
@@ -204,10 +286,28 @@ def _number(number: int) -> dict[str, Any]:
     return {"N": str(number)}
 
 
-def _tenant(value: Any) -> str:
-    """Of a slot; of before lives were counted it is text."""
-    tenant: str = value["S"] if "S" in value else value["M"]["tenant"]["S"]
-    return tenant
+def _holding(value: Any) -> Holding:
+    """Of a slot; of before lives were counted it is the tenant's name."""
+    if "S" in value:
+        return Holding(value["S"])
+    return Holding(value["M"]["tenant"]["S"], _gpus(value["M"].get("gpus")))
+
+
+def _holding_item(holding: Holding, life: int) -> dict[str, Any]:
+    return {"tenant": {"S": holding.tenant}, "life": _number(life), "gpus": _gpus_item(holding.gpus)}
+
+
+def _gpus(value: Any) -> dict[str, int]:
+    """Of before GPUs were counted there are none."""
+    return {family: int(count["N"]) for family, count in value["M"].items()} if value else {}
+
+
+def _gpus_item(gpus: Gpus) -> dict[str, Any]:
+    return {"M": {family: _number(count) for family, count in gpus.items()}}
+
+
+def _standing_key(tenant: str) -> dict[str, Any]:
+    return {"pk": {"S": f"TENANT#{tenant}"}, "sk": {"S": "STANDING"}}
 
 
 def _time(attribute: Any) -> datetime:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from microtuning_core.domain.catalog import CATALOG, InstanceType, find
-from microtuning_core.domain.errors import BudgetExceeded, NothingFits
+from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem
 from microtuning_core.domain.failures import NO_ROOM, AttemptSummary, FailureClass, no_room_streak
 from microtuning_core.domain.record import UsdAmount, Value
 from microtuning_core.domain.warm_pools import keep_alive_s
@@ -82,6 +82,7 @@ class PlanRequest(Value):
     checkpoint_every_steps: None = by time.
     expected_s: how long it will train, where somebody knows.
     spent_usd: what earlier attempts cost; the budget covers them too.
+    most_gpus: GPUs by family that its tenant may use at a time; a family that is not named has no limit.
     """
 
     model: ModelShape | None
@@ -104,6 +105,7 @@ class PlanRequest(Value):
     total_steps: int | None = Field(None, ge=1)
     checkpoint_every_steps: int | None = Field(None, ge=1)
     expected_s: int | None = Field(None, ge=0)
+    most_gpus: dict[str, int] = Field(default_factory=dict)
 
 
 class Plan(Value):
@@ -282,7 +284,23 @@ def _fitting_rows(request: PlanRequest, *, above_gib: int = 0) -> list[InstanceT
             found.append(row)
     if not found:
         raise _nothing_fits(request, list(CATALOG.values()) if request.instance == "auto" else named, above_gib)
-    return found
+    allowed = [row for row in found if _may_have_gpus(request, row)]
+    if not allowed:
+        raise _too_many_gpus(request, found)
+    return allowed
+
+
+def _may_have_gpus(request: PlanRequest, row: InstanceType) -> bool:
+    most = request.most_gpus.get(row.gpu_family or "")
+    return most is None or row.gpus * request.count <= most
+
+
+def _too_many_gpus(request: PlanRequest, rows: Sequence[InstanceType]) -> InvalidSpec:
+    cheapest = rows[0]
+    takes = f"{request.count} x {cheapest.instance_type} has {cheapest.gpus * request.count}"
+    most = request.most_gpus[cheapest.gpu_family or ""]
+    message = f"its tenant may use {most} {cheapest.gpu_family} GPUs at a time, and {takes}; use less, or ask for more"
+    return InvalidSpec([Problem("compute", message)])
 
 
 def _automatic_rows(request: PlanRequest, above_gib: int) -> list[InstanceType]:

@@ -13,6 +13,7 @@ until it is taken back. Roles and keys follow the declaration alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
 
@@ -21,9 +22,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from microtuning_core.domain.catalog import CATALOG
 from microtuning_core.domain.errors import InvalidStage, Problem, UnknownTenant
 from microtuning_core.domain.fields import as_value_error
-from microtuning_core.domain.names import check_tenant
-from microtuning_core.domain.quota import Limits
-from microtuning_core.domain.record import UsdAmount, Value
+from microtuning_core.domain.names import check_tenant, parse_run_id
+from microtuning_core.domain.quota import Holding, Limits
+from microtuning_core.domain.record import Record, UsdAmount, UtcTime, Value
 from microtuning_core.domain.spec_checks import with_lines
 
 GPU_FAMILIES = tuple(dict.fromkeys(row.gpu_family for row in CATALOG.values() if row.gpu_family))
@@ -114,8 +115,8 @@ class StageTenants(Value):
         return tenant if tenant in self.tenants and not self.by_tags else None
 
     def declared_limits(self, tenant: str) -> TenantLimits:
-        self.check(tenant)
-        return self.tenants.get(tenant) or self.others or TenantLimits()
+        """Of a tenant that is declared no more: nothing new starts, and what runs goes on to its end."""
+        return self.tenants.get(tenant) or self.others or TenantLimits(max_running_runs=0, max_waiting_runs=0)
 
     def limits_of(self, tenant: str, changes: Mapping[str, TenantLimits]) -> TenantLimits:
         """What holds now: as declared, but for what was changed since."""
@@ -136,6 +137,24 @@ class StageTenants(Value):
             gpus={name: each.gpus for name, each in limits.items()},
             gpus_default=others.gpus,
         )
+
+
+class Standing(Record):
+    """Where a tenant stood at a moment: what runs, what waits and in which place, and what it may have."""
+
+    tenant: str
+    at: UtcTime
+    running: int
+    places: dict[str, int]  # run_id -> place in the stage's queue, 1 is next
+    limits: TenantLimits
+
+
+def standing(
+    tenant: str, at: datetime, limits: TenantLimits, held: Mapping[str, Holding], places: Mapping[str, int]
+) -> Standing:
+    running = sum(each.tenant == tenant for each in held.values())
+    own = {run_id: place for run_id, place in places.items() if parse_run_id(run_id).tenant == tenant}
+    return Standing(tenant=tenant, at=at, running=running, places=own, limits=limits)
 
 
 def serving_anyone() -> StageTenants:

@@ -13,6 +13,7 @@ from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, deliver, grant_slots
 from microtuning_core.usecases.submit import check_spec
+from microtuning_core.usecases.tenancy import current_limits, queue_problems, wanted_gpus
 
 
 def admit(services: Services, token: str, execution: str, state: Any, sent_at: datetime) -> None:
@@ -30,15 +31,15 @@ def admit(services: Services, token: str, execution: str, state: Any, sent_at: d
     services.runs.put_token(run_id, WaitingState("admit", token, execution))
     run = services.runs.update(run_id, _queued)
     if run.waits_out(datetime.now(UTC)):
-        services.admissions.release(
-            run_id, run.reopenings
-        )  # whoever sent it back to the queue may not have come to that yet
+        # Whoever sent it back to the queue may not have come to that yet.
+        services.admissions.release(run_id, run.reopenings)
     if services.admissions.holds(run_id):
         begin_planning(services, run_id)
     elif run.is_final or run.verdict:
         deliver(services, run_id)
     else:
-        services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before, life=run.reopenings)
+        gpus = wanted_gpus(services, run, current_limits(services))
+        services.admissions.wait(run_id, run.tenant, run.created_at, run.not_before, life=run.reopenings, gpus=gpus)
         grant_slots(services)
 
 
@@ -63,6 +64,8 @@ def _from_console(services: Services, execution: str, state: Any, sent_at: datet
     document = {"tenant": tenant, **document} if isinstance(document, dict) else document
     spec = check_spec(services, tenant, parse_spec(document))
     run_id = new_run_id(tenant, spec.name, sent_at, "execution", execution)
+    if services.runs.find(run_id) is None and (problems := queue_problems(services, tenant)):
+        raise InvalidSpec(problems)
     services.admissions.remember(tenant)
     if services.runs.create(new_run(run_id, spec, datetime.now(UTC), execution=execution)):
         services.runs.note(run_id, "submitted", f"started from the console as execution {execution}")

@@ -32,6 +32,7 @@ from microtuning_core.domain.spec import (
 from microtuning_core.domain.warm_pools import is_about_pool
 from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_core.usecases.settle import settle
+from microtuning_core.usecases.tenancy import current_limits, gpus_of
 from microtuning_core.usecases.warm_pools import end_unfit_pools
 
 CHECKPOINT_PATH = "/opt/ml/checkpoints"
@@ -62,6 +63,8 @@ def _asked_for(run: Run, number: int, now: datetime) -> Run:
 
 def _ask(services: Services, run: Run, now: datetime) -> Run:
     current = run.attempts[-1]
+    if no_room := _no_gpus_left(services, run, current):
+        return settle(services, run.run_id, refusal=no_room, unlaunched=current.attempt)
     try:
         services.jobs.create(job_request(services.settings, run, current))
     except Refused as error:
@@ -76,6 +79,17 @@ def _ask(services: Services, run: Run, now: datetime) -> Run:
         )
         end_unfit_pools(services, run)
     return settle(services, run.run_id)
+
+
+def _no_gpus_left(services: Services, run: Run, attempt: Attempt) -> Failure | None:
+    """The GPUs of this very plan are set aside; it may be another than the one for which the run was let in."""
+    limits, gpus = current_limits(services), gpus_of(attempt.plan.instance_type, attempt.plan.count)
+    limited = {family: count for family, count in gpus.items() if family in limits.gpus_of(run.tenant)}
+    if services.admissions.claim(run.run_id, limited, limits):
+        return None
+    wanted = ", ".join(f"{limits.gpus_of(run.tenant)[family]} {family}" for family in limited)
+    message = f"{run.tenant} may use {wanted} GPUs at a time, and other runs of it use too many of them"
+    return Failure(FailureClass.QUOTA, message)
 
 
 def _ask_without_pool(services: Services, run: Run, now: datetime, refusal: Failure) -> Run:

@@ -55,7 +55,7 @@ def plan_attempt(services: Services, run_id: str) -> Run:
 def _plan(services: Services, run: Run) -> Run:
     run_id = run.run_id
     try:
-        plan = choose_plan(plan_request(services, run.spec, spent_usd=_spent_usd(run, datetime.now(UTC))), history(run))
+        plan = choose_plan(limited_request(services, run.spec, spent_usd=_spent_usd(run, datetime.now(UTC))), history(run))
     except (NothingFits, BudgetExceeded, InvalidSpec) as error:
         reason = str(error)
         return services.runs.update(run_id, lambda run: fail_run(run, reason, FailureClass.USER))
@@ -105,6 +105,13 @@ def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal
     """What planning needs of a spec. InvalidSpec when the model's size cannot be told and no type is named."""
     others = [_shape_of(services, source) for source in frozen_sources(spec)]
     return request_for(spec, _shape(services, spec), spent_usd, frozen=others)
+
+
+def limited_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
+    """The same, within the GPUs that the run's tenant may use now."""
+    limits = services.settings.tenants.limits_of(spec.tenant, services.admissions.limit_changes())
+    request = plan_request(services, spec, spent_usd)
+    return request.model_copy(update={"most_gpus": dict(limits.gpus)})
 
 
 def frozen_sources(spec: RunSpec) -> list[str]:

@@ -29,6 +29,7 @@ from microtuning_core.domain.settle import (
     judged,
 )
 from microtuning_core.usecases.services import Services
+from microtuning_core.usecases.tenancy import current_limits, tell_standing
 from microtuning_core.usecases.warm_pools import end_pools
 
 _TRIES = 8
@@ -119,7 +120,7 @@ def perform(services: Services, run: Run, action: SettleAction) -> None:
             close(services, run)
         case ReleaseSlot():
             services.admissions.release(run.run_id, run.reopenings)
-            grant_slots(services)
+            grant_slots(services, run.tenant)
 
 
 def deliver(services: Services, run_id: str) -> None:
@@ -161,7 +162,7 @@ def close(services: Services, run: Run, error: str | None = None) -> Run:
     ended = services.runs.update(run.run_id, lambda each: _closed(each, run.execution, error))
     if not latest.is_final:
         services.runs.note(run.run_id, "ended", ended.reason or "", status=ended.status)
-    grant_slots(services)
+    grant_slots(services, ended.tenant)
     end_pools(services, ended)
     attempt = ended.current
     leftover = attempt is not None and not attempt.is_settled
@@ -178,10 +179,17 @@ def _closed(run: Run, execution: str, error: str | None) -> Run:
     return closed(run, datetime.now(UTC), error) if run.execution == execution else run
 
 
-def grant_slots(services: Services) -> None:
-    """Gives every free slot to whom it belongs, and wakes those who got one."""
-    for run_id in services.admissions.grant(services.settings.limits, datetime.now(UTC)):
+def grant_slots(services: Services, *about: str) -> None:
+    """Gives every free slot to whom it belongs, and wakes those who got one.
+
+    Args:
+        about: the tenants of whom something has changed.
+    """
+    changes, now = services.admissions.limit_changes(), datetime.now(UTC)
+    granted = services.admissions.grant(current_limits(services, changes), now)
+    for run_id in granted.run_ids:
         begin_planning(services, run_id)
+    tell_standing(services, granted, changes, about, now)
 
 
 def begin_planning(services: Services, run_id: str) -> Run:

@@ -19,8 +19,9 @@ from microtuning_core.domain.spec import RunSpec, foreign_locations, locations
 from microtuning_core.domain.spec_checks import parse_spec, with_lines
 from microtuning_core.spec_files import MAX_BYTES, read_spec_text
 from microtuning_core.usecases.data_checks import data_problems
-from microtuning_core.usecases.plan import plan_request
+from microtuning_core.usecases.plan import limited_request
 from microtuning_core.usecases.services import Services
+from microtuning_core.usecases.tenancy import problems_of_tenant, queue_problems
 
 
 def submit_upload(services: Services, tenant: str, file: str, etag: str, sequencer: str, at: datetime) -> str | None:
@@ -41,6 +42,10 @@ def submit_upload(services: Services, tenant: str, file: str, etag: str, sequenc
         _answer(services, tenant, file, {"etag": etag, "errors": [each.as_dict() for each in error.problems]})
         return None
     run_id = new_run_id(tenant, spec.name, at, services.names.bucket, key, etag, sequencer)
+    # A run that is there already was let in when its upload was heard of first.
+    if services.runs.find(run_id) is None and (problems := queue_problems(services, tenant)):
+        _answer(services, tenant, file, {"etag": etag, "errors": [each.as_dict() for each in problems]})
+        return None
     begin_run(services, new_run(run_id, spec, datetime.now(UTC)))
     _answer(services, tenant, file, {"etag": etag, "run_id": run_id})
     return run_id
@@ -68,7 +73,7 @@ def checked_spec(services: Services, tenant: str, body: bytes, file: str) -> Run
 
 def check_spec(services: Services, tenant: str, spec: RunSpec, lines: Mapping[str, int] | None = None) -> RunSpec:
     """What only the stage can judge: whose it is, that all it reads is the tenant's, there and good, that it fits."""
-    problems = list(foreign_locations(spec, services.names.bucket))
+    problems = [*problems_of_tenant(services, tenant), *foreign_locations(spec, services.names.bucket)]
     if spec.tenant != tenant:
         problems.insert(0, Problem("tenant", f"the spec says {spec.tenant!r} and was uploaded by {tenant!r}"))
     if not problems:  # else the next questions would be asked of what is not this tenant's
@@ -97,7 +102,7 @@ def _does_not_fit(services: Services, spec: RunSpec, absent: Set[str]) -> list[P
     if "model.base" in absent:
         return []
     try:
-        choose_plan(plan_request(services, spec), [])
+        choose_plan(limited_request(services, spec), [])
     except InvalidSpec as error:
         return error.problems
     except MicrotuningError as error:
