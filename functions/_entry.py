@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from aws_lambda_powertools import Logger, Metrics
+from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
@@ -14,13 +16,29 @@ from functions._environment import services
 logger = Logger()
 metrics = Metrics()
 
+
+def _add_counts(counts: Counter[str]) -> None:
+    """What use cases counted leaves with the metrics of the invocation that did it."""
+    for name, value in counts.items():
+        metrics.add_metric(name=name, unit=MetricUnit.Count, value=value)
+    counts.clear()
+
+
 Handler = Callable[[dict[str, Any], LambdaContext], dict[str, Any]]
 
 
 def entry(handler: Handler) -> Handler:
     """Log lines carry the request; metrics leave with its end. `{"microtuning": "warm"}` only loads the function and the
     clients that all of them need: there is nothing to do, and nothing to count."""
-    logged: Handler = metrics.log_metrics(logger.inject_lambda_context(handler))
+
+    @wraps(handler)
+    def counted(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:
+        try:
+            return handler(event, context)
+        finally:
+            _add_counts(services().counts)
+
+    logged: Handler = metrics.log_metrics(logger.inject_lambda_context(counted))
 
     @wraps(handler)
     def enter(event: dict[str, Any], context: LambdaContext) -> dict[str, Any]:

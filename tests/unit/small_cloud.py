@@ -10,6 +10,7 @@ or other functions do their whole work before it goes on. Each write of a run is
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from microtuning_core.aws.admissions import AdmissionStore, Slots
+from microtuning_core.aws.budget_marks import BudgetMarks
 from microtuning_core.aws.runs import Checkpoint, RunStore
 from microtuning_core.aws.training_jobs import Refused
+from microtuning_core.domain.budget import BudgetMark
 from microtuning_core.domain.cost import LedgerEntry, amount_usd, price_of
 from microtuning_core.domain.errors import LaunchRefused, RunNotFound, StaleRevision
 from microtuning_core.domain.failures import classify_refusal
@@ -35,6 +38,7 @@ from microtuning_core.domain.layout import (
     step_prefix,
 )
 from microtuning_core.domain.names import StackNames, parse_execution_name, parse_job_name
+from microtuning_core.domain.orchestration import HistoryEvent
 from microtuning_core.domain.quota import Gpus, Holding, Waiting, used_gpus
 from microtuning_core.domain.run import TRANSITIONS, Run, RunStatus, new_run
 from microtuning_core.domain.settle import WaitingState
@@ -42,6 +46,7 @@ from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.domain.tenants import StageTenants, Standing, TenantLimits, serving_anyone
 from microtuning_core.usecases import (
     admit,
+    budgets,
     checkpoint,
     closing,
     command,
@@ -61,7 +66,20 @@ from microtuning_core.usecases.services import StageSettings
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
 NAMES = StackNames("prod", "123456789012", "us-east-1")
 WORKFLOW = Path(__file__).parents[2] / "infrastructure/workflows/training.asl.json"
-_CLOCKED = (admit, closing, command, costing, launch, plan, reconciling, registering, settle, submit, warm_pools)
+_CLOCKED = (
+    admit,
+    budgets,
+    closing,
+    command,
+    costing,
+    launch,
+    plan,
+    reconciling,
+    registering,
+    settle,
+    submit,
+    warm_pools,
+)
 HINTS = frozenset({"training-events", "cost-events", "execution-events", "checkpoints"})
 HOLDS_A_SLOT = frozenset({RunStatus.PLANNING, RunStatus.TRAINING, RunStatus.RECOVERING, RunStatus.EVALUATING})
 
@@ -137,9 +155,11 @@ class SmallCloud:
         self.ledger = Ledger(self)
         self.logs = SimpleNamespace(last_line_at=self._last_line_at)
         self.silent: set[str] = set()
+        self.counts: Counter[str] = Counter()
         self.services: Any = SimpleNamespace(
             names=NAMES, settings=settings, objects=self.objects, runs=self.runs, admissions=self.admissions,
             executions=self.executions, jobs=self.jobs, ledger=self.ledger, logs=self.logs,
+            budget_marks=Marks(self), count=lambda metric: self.counts.update([metric]),
         )  # fmt: skip
         with clock_of(self):
             for number in range(run_count):
@@ -247,15 +267,18 @@ def _obey(services: Any, body: dict[str, Any]) -> None:
     command.obey(services, body["key"], key)
 
 
+def _hear_of_execution(services: Any, run_id: str) -> None:
+    settle.settle(services, run_id, ask_execution=True)
+    costing.record_orchestration(services, run_id)
+
+
 # What each queue's function does with a message (functions/*.py).
 _HANDLERS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
     "admissions": lambda s, body: admit.admit(s, body["token"], body["execution"], body["input"], BEGAN),
     "launches": lambda s, body: launch.launch(s, body["token"], body["execution"], body["run_id"], body["attempt"]),
     "training-events": lambda s, body: settle.settle(s, parse_job_name(body["job"]).run_id),
     "cost-events": lambda s, body: costing.record_cost(s, body["job"]),
-    "execution-events": lambda s, body: settle.settle(
-        s, parse_execution_name(body["execution"])[0], ask_execution=True
-    ),
+    "execution-events": lambda s, body: _hear_of_execution(s, parse_execution_name(body["execution"])[0]),
     "checkpoints": _register,
     "commands": _obey,
     "ticks": lambda s, _: reconciling.reconcile(s),
@@ -363,7 +386,7 @@ def laws_of_a_write(before: Run, after: Run) -> dict[str, bool]:
         "a run that is over stays so": not before.is_final
         or reopened
         or all(getattr(before, name) == getattr(after, name) for name in untouched),
-        "only what is over is taken up again": not reopened or (before.is_final and before.rollback_to is not None),
+        "only what is over is taken up again": not reopened or (before.is_final and before.goes_on),
         "a verdict stays": not before.verdict or reopened or said.verdict == before.verdict,
         "a settled attempt stays as it ended, but for a bill that comes late": all(
             _end_of(old) == _end_of(new if old.billed_s else new.model_copy(update=_bill_of(old)))
@@ -516,6 +539,20 @@ class Admissions(AdmissionStore):
         return True
 
 
+class Marks(BudgetMarks):
+    def __init__(self, cloud: SmallCloud) -> None:
+        self._cloud = cloud
+        self.by_tenant: dict[str, BudgetMark] = {}
+
+    def all(self) -> dict[str, BudgetMark]:
+        self._cloud.port()
+        return dict(self.by_tenant)
+
+    def put(self, tenant: str, mark: BudgetMark) -> None:
+        self._cloud.port()
+        self.by_tenant[tenant] = mark
+
+
 @dataclass
 class Ledger:
     cloud: SmallCloud
@@ -533,6 +570,10 @@ class Ledger:
         self.cloud.port()
         if estimate.id in self.by_id and self.by_id[estimate.id].state == "estimate":
             del self.by_id[estimate.id]
+
+    def month(self, tenant: str, month: str) -> list[LedgerEntry]:
+        self.cloud.port()
+        return [each for each in self.by_id.values() if f"{each.day:%Y-%m}" == month]
 
     def entries(self, tenant: str, run_id: str, *_: Any) -> list[LedgerEntry]:
         self.cloud.port()
@@ -706,6 +747,7 @@ class Execution:
     status: str = "RUNNING"
     token: str | None = None
     visit: int = 0
+    events: list[HistoryEvent] = field(default_factory=list)
 
 
 @dataclass
@@ -726,6 +768,11 @@ class Executions:
         self.cloud.port()
         found = self.by_name.get(execution)
         return found.status if found else "MISSING"
+
+    def history(self, execution: str) -> list[HistoryEvent]:
+        self.cloud.port()
+        found = self.by_name.get(execution)
+        return list(found.events) if found else []
 
     def succeed(self, token: str, output: dict[str, Any]) -> None:
         self.cloud.port()
@@ -774,6 +821,7 @@ class Executions:
     def _enter(self, execution: Execution, name: str) -> None:
         execution.state, execution.token, execution.visit = name, None, execution.visit + 1
         state = workflow()["States"][name]
+        execution.events.append(HistoryEvent(f"{state['Type']}StateEntered", self.cloud.now, name))
         match state["Type"]:
             case "Task":
                 self._ask(execution, state)
@@ -792,6 +840,7 @@ class Executions:
 
     def _end(self, execution: Execution, status: str) -> None:
         execution.status, execution.token = status, None
+        execution.events.append(HistoryEvent(f"Execution{status.title().replace('_', '')}", self.cloud.now))
         self.cloud.send("execution-events", execution=execution.name)
 
 

@@ -207,8 +207,14 @@ class Stage(RuleBasedStateMachine):
         assert self.cloud.broken is None, self.cloud.broken
         for run in self.cloud.runs.records.values():
             self._is_over(run)
-            assert not [job for job in self.cloud.jobs.of_run(run.run_id) if not job.is_terminal]
-            assert (run.cost_usd or 0) == self.cloud.jobs.bill_usd(run.run_id)
+            jobs = {job.job_name: job for job in self.cloud.jobs.of_run(run.run_id)}
+            assert all(job.is_terminal for job in jobs.values())
+            billed = {each.job_name: each.billed_s for each in run.attempts if each.job_name in jobs}
+            assert billed == {name: job.billed_s or 0 for name, job in jobs.items()}
+            entries = self.cloud.ledger.entries(run.tenant, run.run_id)
+            assert total(each for each in entries if each.line == "compute") == self.cloud.jobs.bill_usd(run.run_id)
+            assert run.cost_usd == total(entries)
+            assert [each.execution for each in entries if each.execution] == [*range(1, run.executions + 1)]
         assert (self.cloud.admissions.held, self.cloud.admissions.queue, self.cloud.runs.open) == ({}, {}, set())
 
     def _is_over(self, run) -> None:

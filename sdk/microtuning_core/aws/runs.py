@@ -5,7 +5,7 @@
     TENANT#t#RUN#<run_id>     CHECKPOINT#<ll>#<step>      a registered checkpoint
     TENANT#t#RUN#<run_id>     EVENT#<time>#<kind>         what happened, for people
     TENANT#t#RUN#<run_id>     TOKEN#<hash>                a state of the machine that waits, and its token
-    TENANT#t#OPEN             <run_id>                    there while the run, its costs or a wish to go back are open
+    TENANT#t#OPEN             <run_id>                    there while the run, its costs or a wish to go on are open
 
 The table decides, S3 remembers: a write goes to the table under the condition that the revision is the one that was read,
 then the same JSON goes to S3. Whoever loses the condition reads again and decides again.
@@ -92,13 +92,6 @@ class RunStore:
             return False
         return True
 
-    def knows_no_run(self) -> bool:
-        """Whether the table holds no run at all, as after a loss; what late news left about one is none."""
-        pages = self._dynamodb.get_paginator("scan").paginate(
-            TableName=self.table, FilterExpression="sk = :meta", ExpressionAttributeValues={":meta": {"S": "META"}}
-        )
-        return not any(page["Items"] for page in pages)
-
     def put(self, run: Run, now: datetime | None = None) -> Run:
         """Moves the record from the revision that `run` was read at to the next; StaleRevision when somebody was first."""
         next_run = run.with_(revision=run.revision + 1, updated_at=now or datetime.now(UTC))
@@ -132,7 +125,7 @@ class RunStore:
 
     def _open_mark(self, run: Run) -> Item:
         key = {"pk": {"S": f"TENANT#{run.tenant}#OPEN"}, "sk": {"S": run.run_id}}
-        if run.is_final and run.costs_are_final and run.rollback_to is None:
+        if run.is_final and run.costs_are_final and not run.goes_on:
             return {"Delete": {"TableName": self.table, "Key": key}}
         return {"Put": {"TableName": self.table, "Item": key}}
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from microtuning_core.domain.run import CheckpointRef, Run, RunStatus
-
-REMEMBERED_COMMANDS = 50
+from microtuning_core.domain.run import REMEMBERED_COMMANDS, CheckpointRef, Run, RunStatus
 
 _S = RunStatus
 # Where a lineage may begin without asking anybody: nothing trains and nothing is being registered.
@@ -65,7 +63,7 @@ def branched(run: Run, **changes: Any) -> Run:
 
 
 def reopened(run: Run) -> Run:
-    """A run that is over, in the queue again for its next lineage, carried by the next execution."""
+    """A run that is over, in the queue again for its next lineage, or to go on as it was; the next execution carries it."""
     number = run.executions + 1
     queued = run.moved_to(
         _S.QUEUED,
@@ -74,10 +72,12 @@ def reopened(run: Run) -> Run:
         stop_requested=None,
         ended_at=None,
         model_version=None,
+        resume_requested=False,
+        reason=None,
         not_before=None,
         waiting_for_capacity_since=None,
         executions=number,
         reopenings=run.reopenings + 1,
         execution=f"{run.run_id}-e{number}",
     )
-    return branched(queued)
+    return branched(queued) if queued.rollback_to else queued

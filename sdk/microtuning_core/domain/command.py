@@ -4,20 +4,22 @@
     {"verb": "rollback", "step": 40, …}                      go on from there, as a new lineage
     {"verb": "fork", "step": 40, "changes": {"algorithm": {"learning_rate": 1e-5}}, …}    a new run from there
     {"verb": "pin", "step": 40, …}                           keep it, whatever is pruned
+    {"verb": "budget", "usd": "5", …}                        another budget; what the old one stopped goes on
 
 Without a step the newest checkpoint is meant; without a lineage the newest lineage that has the step.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from decimal import Decimal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from microtuning_core.domain.fields import Json
-from microtuning_core.domain.record import Record, UtcTime
+from microtuning_core.domain.record import Record, UsdAmount, UtcTime
 
-Verb = Literal["cancel", "rollback", "fork", "pin"]
+Verb = Literal["cancel", "rollback", "fork", "pin", "budget"]
 
 
 class Command(Record):
@@ -28,5 +30,6 @@ class Command(Record):
     client_id: str = ""
     step: NonNegativeInt | None = None
     lineage: PositiveInt | None = None
+    usd: Annotated[UsdAmount, Field(gt=0, lt=Decimal(1_000_000_000))] | None = None
     name: str | None = None  # of the forked run
     changes: dict[str, Json] = {}  # of the forked run's spec

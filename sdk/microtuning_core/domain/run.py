@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date, datetime
+from decimal import Decimal
 from enum import StrEnum
 from math import ceil
 from typing import Any, Literal
@@ -51,6 +52,7 @@ TRANSITIONS: Mapping[RunStatus, frozenset[RunStatus]] = {
 }
 
 Outcome = Literal["completed", "failed", "stopped"]
+REMEMBERED_COMMANDS = 50
 
 
 class FailureNote(Value):
@@ -200,6 +202,9 @@ class Run(Record):
     lineage: int = 1
     resume_from: CheckpointRef | None = None  # where this lineage started, if not at the beginning
     rollback_to: CheckpointRef | None = None  # where the next lineage shall start, once the job that trains has ended
+    resume_requested: bool = False  # it shall be taken up again from where it was stopped
+    raised_budget_usd: UsdAmount | None = None  # in place of the spec's
+    budget_warned_usd: UsdAmount | None = None  # the budget of which a warning was given
     obeyed: tuple[str, ...] = ()  # ids of commands whose effect must not come twice
     reopenings: int = 0  # how often it was taken up again after it was over
     attempts: tuple[Attempt, ...] = ()
@@ -217,6 +222,19 @@ class Run(Record):
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+    @property
+    def budget_usd(self) -> Decimal | None:
+        return self.spec.budget_usd if self.raised_budget_usd is None else self.raised_budget_usd
+
+    @property
+    def budgeted_spec(self) -> RunSpec:
+        return self.spec.model_copy(update={"budget_usd": self.budget_usd})
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it will be taken up again once it is over."""
+        return self.rollback_to is not None or self.resume_requested
 
     @property
     def costs_are_final(self) -> bool:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from microtuning_core.domain.branching import branched, may_branch, reopened
+from microtuning_core.domain.budget import is_budget, mind_budget, used_up
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.failures import (
     Action,
@@ -105,6 +106,7 @@ def decide(run: Run, facts: Facts) -> Decision:
     if run.verdict is None:
         decided = _hear(decided, facts)
         decided = _see_job(decided, facts)
+        decided = mind_budget(decided, facts.now)
         decided = _honour_stop(decided, facts)
         decided = _notice_silence(decided, facts)
         decided = _go_back(decided, facts)
@@ -113,19 +115,22 @@ def decide(run: Run, facts: Facts) -> Decision:
 
 
 def _hear(run: Run, facts: Facts) -> Run:
-    if facts.command is None or facts.command.verb != "cancel" or run.stop_requested:
+    """A cancel; one that comes while a budget stops the run says that it shall not go on after a raise."""
+    if facts.command is None or facts.command.verb != "cancel":
         return run
-    return run.with_(stop_requested="cancelled by its user")
+    if run.stop_requested and not is_budget(run.stop_requested):
+        return run
+    return run.with_(stop_requested="cancelled by its user", resume_requested=False)
 
 
 def _after_the_end(run: Run, facts: Facts) -> Decision:
     """A run that is over stays so, and only notes how its last job ends.
 
-    Unless its user went back: then another execution takes it up, once that job has ended.
+    Unless its user went back, or lets it go on: then another execution takes it up, once that job has ended.
     """
     ended = _see_leftover_end(run, facts)
     is_free = ended.current is None or ended.current.is_settled
-    if ended.rollback_to is not None and is_free:
+    if ended.goes_on and is_free:
         return Decision(reopened(ended), (StartExecution(),))
     return Decision(ended, _leftover_job(ended, facts))
 
@@ -212,7 +217,7 @@ def _see_end(run: Run, job: JobFacts, facts: Facts) -> Run:
         outcome: Outcome = "completed" if job.status == "Completed" else "stopped"
         return branched(_settle(run, outcome, facts))
     if job.status == "Completed":
-        return _settle(run, "completed", facts).moved_to(RunStatus.EVALUATING)
+        return _not_stopped_after_all(_settle(run, "completed", facts)).moved_to(RunStatus.EVALUATING)
     attempt = run.current
     silent = attempt is not None and attempt.stop_cause == "silent"
     failure = _silence() if silent else classify_job(job)
@@ -220,6 +225,11 @@ def _see_end(run: Run, job: JobFacts, facts: Facts) -> Run:
         return _give_verdict(_settle(run, "stopped", facts), "stopped", run.stop_requested)
     outcome = "stopped" if job.status == "Stopped" and not silent else "failed"
     return _after_failure(_settle(run, outcome, facts, failure), failure, facts)
+
+
+def _not_stopped_after_all(run: Run) -> Run:
+    """A budget has nothing left to stop where the training is done."""
+    return run.with_(stop_requested=None, resume_requested=False) if is_budget(run.stop_requested) else run
 
 
 def _silence() -> Failure:
@@ -277,7 +287,9 @@ def _after_failure(run: Run, failure: Failure, facts: Facts) -> Run:
         case ActionKind.GIVE_UP:
             return _give_verdict(run, "failed", action.reason or failure.message, failure)
         case ActionKind.STOP:
-            return _give_verdict(run, "stopped", action.reason or failure.message, failure)
+            attempt = run.current
+            spent = used_up(run, attempt) if attempt and failure.failure_class is FailureClass.DEADLINE else None
+            return _give_verdict(run, "stopped", spent or action.reason or failure.message, failure)
         case ActionKind.WAIT_FOR_CAPACITY:
             return _wait(run, failure, action, facts)
         case ActionKind.NEW_LINEAGE:
@@ -322,6 +334,11 @@ def fail_run(run: Run, reason: str, failure_class: FailureClass = FailureClass.P
     if run.is_final or run.verdict:
         return run
     return _give_verdict(run, "failed", reason, Failure(failure_class, reason))
+
+
+def stop_run(run: Run, reason: str) -> Run:
+    """The same for a run that may go on once what stopped it is mended."""
+    return run if run.is_final or run.verdict else _give_verdict(run, "stopped", reason)
 
 
 def history(run: Run) -> list[AttemptSummary]:

@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from microtuning_core.domain.branching import asked_to_go_back, find_checkpoint
+from microtuning_core.domain.budget import run_usd, stopped_for_budget, with_budget
 from microtuning_core.domain.command import Command
+from microtuning_core.domain.cost import shown
 from microtuning_core.domain.errors import InvalidSpec, MicrotuningError, Problem
 from microtuning_core.domain.fields import Json
 from microtuning_core.domain.layout import CommandKey, answer_key, kept_prefix, step_prefix
@@ -57,6 +59,8 @@ def _do(services: Services, run: Run, command: Command, command_id: str) -> dict
     if command.verb == "cancel":
         settle(services, run.run_id, command=command)
         return {"run_id": run.run_id}
+    if command.verb == "budget":
+        return _raise_budget(services, run, command, command_id)
     meant = _checkpoint(services, run, command)
     match command.verb:
         case "rollback":
@@ -67,6 +71,18 @@ def _do(services: Services, run: Run, command: Command, command_id: str) -> dict
             return {"run_id": run.run_id, "uri": f"s3://{services.names.bucket}/{keep(services, run.run_id, meant)}"}
         case "fork":
             return {"run_id": _fork(services, run, meant, command, command_id)}
+
+
+def _raise_budget(services: Services, run: Run, command: Command, command_id: str) -> dict[str, Any]:
+    """Another budget, which acts at once; refused where it would not let a stopped run go on."""
+    if command.usd is None:
+        raise InvalidSpec([Problem("usd", "is missing: how much the run may cost in all")])
+    usd, spent = command.usd, run_usd(run, datetime.now(UTC))
+    if command_id not in run.obeyed and stopped_for_budget(run) and usd <= spent:
+        raise InvalidSpec([Problem("usd", f"is more than what the run has spent: {shown(spent)} USD at most")])
+    services.runs.update(run.run_id, lambda run: with_budget(run, usd, command_id))
+    settle(services, run.run_id)
+    return {"run_id": run.run_id, "budget_usd": str(usd)}
 
 
 def _checkpoint(services: Services, run: Run, command: Command) -> CheckpointRef:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from microtuning_core.domain.cost import amount_usd
+from microtuning_core.domain.budget import run_usd, too_dear
 from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem, StaleRevision
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.layout import config_prefix
@@ -22,11 +22,10 @@ from microtuning_core.domain.planning import (
 )
 from microtuning_core.domain.reliability import mtbf_s
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
-from microtuning_core.domain.settle import fail_run, history
+from microtuning_core.domain.settle import fail_run, history, stop_run
 from microtuning_core.domain.shapes import shape_from_config, shape_from_name
 from microtuning_core.domain.spec import POLICIES, RunSpec, reward_bases, reward_models
 from microtuning_core.domain.spec_checks import dump_spec
-from microtuning_core.domain.warm_pools import kept_usd
 from microtuning_core.usecases.services import Services
 
 _PLANS_NOW = frozenset({RunStatus.PLANNING, RunStatus.RECOVERING})
@@ -55,8 +54,11 @@ def plan_attempt(services: Services, run_id: str) -> Run:
 def _plan(services: Services, run: Run) -> Run:
     run_id = run.run_id
     try:
-        plan = choose_plan(limited_request(services, run.spec, spent_usd=_spent_usd(run, datetime.now(UTC))), history(run))
-    except (NothingFits, BudgetExceeded, InvalidSpec) as error:
+        plan = choose_plan(limited_request(services, run.budgeted_spec, run_usd(run, datetime.now(UTC))), history(run))
+    except BudgetExceeded as error:
+        why = too_dear(run, str(error))
+        return services.runs.update(run_id, lambda run: stop_run(run, why))
+    except (NothingFits, InvalidSpec) as error:
         reason = str(error)
         return services.runs.update(run_id, lambda run: fail_run(run, reason, FailureClass.USER))
     attempt = new_attempt(services.names.stage, run, plan, datetime.now(UTC))
@@ -189,10 +191,3 @@ def _shape_in(services: Services, config_key: str) -> ModelShape | None:
         return shape_from_config(json.loads(body)) if body else None
     except (ValueError, RecursionError) as error:
         raise InvalidSpec([Problem("model.base", f"its config.json is not valid JSON: {error}")]) from error
-
-
-def _spent_usd(run: Run, now: datetime) -> Decimal:
-    """What earlier attempts cost at most: billed seconds at the on-demand price, and machines kept between them."""
-    billed = [each for each in run.attempts if each.billed_s]
-    trained = (amount_usd(each.billed_s or 0, each.plan.count, each.plan.price_usd_per_hour) for each in billed)
-    return sum(trained, Decimal(0)) + kept_usd(run.attempts, now)

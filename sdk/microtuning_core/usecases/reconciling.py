@@ -12,6 +12,7 @@ from microtuning_core.domain.layout import run_record_key
 from microtuning_core.domain.mirror import checkpoint_age, looked_at
 from microtuning_core.domain.names import JobName
 from microtuning_core.domain.run import RunStatus
+from microtuning_core.usecases.budgets import mind_budgets
 from microtuning_core.usecases.costing import record_cost, record_orchestration
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
@@ -46,6 +47,7 @@ def reconcile(services: Services) -> Tick:
             tick.looked_at.append(run_id)
             _collect(errors, run_id, partial(reconcile_run, services, run_id))
             _collect(errors, run_id, partial(check_mirror, services, run_id, tick))
+        _collect(errors, f"budgets of {tenant}", partial(mind_budgets, services, tenant))
     _collect(errors, "slots", lambda: _reconcile_slots(services))
     _collect(errors, "jobs", lambda: stop_orphans(services))
     if errors:

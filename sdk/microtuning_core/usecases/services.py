@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from microtuning_core.aws.admissions import AdmissionStore
+from microtuning_core.aws.budget_marks import BudgetMarks
 from microtuning_core.aws.executions import Executions
 from microtuning_core.aws.ledger import LedgerStore
 from microtuning_core.aws.logs import JobLogs
@@ -52,6 +54,10 @@ class Services:
     def __init__(self, session: boto3.Session, settings: StageSettings) -> None:
         self._session = session
         self.settings = settings
+        self.counts: Counter[str] = Counter()  # metrics of what was done, until the function that did it takes them out
+
+    def count(self, metric: str) -> None:
+        self.counts[metric] += 1
 
     @property
     def names(self) -> StackNames:
@@ -76,6 +82,10 @@ class Services:
     @cached_property
     def admissions(self) -> AdmissionStore:
         return AdmissionStore(self._dynamodb, self.names.table("tenants"))
+
+    @cached_property
+    def budget_marks(self) -> BudgetMarks:
+        return BudgetMarks(self._dynamodb, self.names.table("tenants"))
 
     @cached_property
     def executions(self) -> Executions:

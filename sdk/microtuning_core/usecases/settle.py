@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from microtuning_core.domain.budget import STOPS, WARNINGS, is_budget, without
 from microtuning_core.domain.command import Command
+from microtuning_core.domain.cost import shown
 from microtuning_core.domain.errors import StaleRevision
 from microtuning_core.domain.failures import Failure
 from microtuning_core.domain.layout import checkpoints_prefix
@@ -102,8 +104,19 @@ def _tell(services: Services, before: Run, run: Run) -> None:
             outcome=attempt.outcome,
             failure_class=failure_class,
         )
+    _tell_of_budget(services, before, run)
     if (before.status, before.verdict) != (run.status, run.verdict):
         services.runs.note(run.run_id, "status", run.reason or "", status=run.status, verdict=run.verdict)
+
+
+def _tell_of_budget(services: Services, before: Run, run: Run) -> None:
+    """Its own budget; what a tenant's does is told by who looks at all its runs (usecases/budgets.py)."""
+    if run.budget_warned_usd is not None and run.budget_warned_usd != before.budget_warned_usd:
+        services.count(WARNINGS)
+        services.runs.note(run.run_id, "budget_warning", f"80 % of {shown(run.budget_warned_usd)} USD are spent")
+    if is_budget(run.stop_requested) and not before.stop_requested:
+        services.count(STOPS)
+        services.runs.note(run.run_id, "budget_stop", run.stop_requested or "")
 
 
 def _was_settled(before: Run, attempt: Attempt) -> bool:
@@ -166,8 +179,8 @@ def close(services: Services, run: Run, error: str | None = None) -> Run:
     end_pools(services, ended)
     attempt = ended.current
     leftover = attempt is not None and not attempt.is_settled
-    if leftover or ended.rollback_to:
-        settle(services, run.run_id)  # stops a job that nobody waits for any more; takes up a run whose user went back
+    if leftover or ended.goes_on:
+        settle(services, run.run_id)  # stops a job that nobody waits for any more; takes up a run that shall go on
     return ended
 
 
@@ -186,7 +199,8 @@ def grant_slots(services: Services, *about: str) -> None:
         about: the tenants of whom something has changed.
     """
     changes, now = services.admissions.limit_changes(), datetime.now(UTC)
-    granted = services.admissions.grant(current_limits(services, changes), now)
+    limits = without(current_limits(services, changes), services.budget_marks.closed(now))
+    granted = services.admissions.grant(limits, now)
     for run_id in granted.run_ids:
         begin_planning(services, run_id)
     tell_standing(services, granted, changes, about, now)

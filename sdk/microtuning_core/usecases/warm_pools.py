@@ -12,8 +12,8 @@ from microtuning_core.usecases.services import Services
 
 
 def end_pools(services: Services, run: Run) -> None:
-    """Of a run that is over, unless its user has gone back to an older checkpoint: then the next attempt wants them."""
-    if run.is_final and run.rollback_to is None:
+    """Of a run that is over, unless it will be taken up again: then the next attempt wants them."""
+    if run.is_final and not run.goes_on:
         _end(services, pools_left(run.attempts, datetime.now(UTC)))
 
 
