@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.report import show
-from tests.chaos.test_schedules import schedule
 
 HERE = Path(__file__).parent
 
@@ -34,6 +33,8 @@ class Table:
 def _in_words(what: str) -> str:
     if not what.isdigit():
         return what
+    from tests.chaos.test_schedules import schedule  # it reads how many there are when it is imported
+
     recipe, faults, steps = schedule(int(what))
     return f"seed {what}: {recipe}, " + ", ".join(f"{f.name} at {step}" for f, step in zip(faults, steps, strict=True))
 

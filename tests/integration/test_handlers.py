@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from functions._environment import Environment
-from microtuning_core.aws.runs import RunStore
 from microtuning_core.domain.layout import receipt_key, spec_key, step_prefix
 from microtuning_core.domain.names import job_name, new_run_id
 from microtuning_core.domain.run import RunStatus, new_run

@@ -21,7 +21,7 @@ from microtuning_core.aws.runs import Checkpoint
 from microtuning_core.domain.errors import NotYetWhole, StaleRevision
 from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.layout import CheckpointKey, step_prefix
-from microtuning_core.domain.names import StackNames
+from microtuning_core.domain.names import StackNames, parse_job_name
 from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases import checkpoint
@@ -30,6 +30,7 @@ from microtuning_core.usecases.closing import error_text
 from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.dead_letters import bury
 from microtuning_core.usecases.plan import plan_attempt
+from microtuning_core.usecases.reconciling import stop_orphans
 from microtuning_core.usecases.services import StageSettings
 from tests.unit.records import a_cpu_plan
 
@@ -342,3 +343,36 @@ def test_a_spoiled_file_of_the_right_size_is_not_registered(monkeypatch):
     with pytest.raises(NotYetWhole, match="a is not what its manifest says"):
         checkpoint.register(stage, HERE)
     assert (stage.runs.registered, stage.runs.run.last_checkpoint) == ([], None)
+
+
+def a_run_of(attempts: int) -> Run:
+    made = tuple(
+        Attempt(attempt=number, job_name=f"prod-{RUN_ID}-a{number:03d}", lineage=1, plan=a_cpu_plan(), created_at=NOW)
+        for number in range(1, attempts + 1)
+    )
+    return new_run(RUN_ID, SPEC, NOW).with_(attempts=made)
+
+
+@pytest.mark.parametrize(
+    ("in_tables", "in_s3", "is_stopped"),
+    [
+        (2, 2, True),  # an older job than the run's
+        (0, 2, False),  # the tables are those of the last clean stop
+        (None, 2, False),  # the tables are lost
+        (0, 0, True),  # an attempt that nobody ever wrote down
+        (None, None, True),
+    ],
+)
+def test_a_job_is_left_alone_while_s3_remembers_more_of_its_run_than_the_tables(
+    in_tables: int | None, in_s3: int | None, is_stopped: bool
+) -> None:
+    body = None if in_s3 is None else a_run_of(in_s3).model_dump_json().encode()
+    stopped: list[str] = []
+    services: Any = SimpleNamespace(
+        names=NAMES,
+        runs=SimpleNamespace(find=lambda _: None if in_tables is None else a_run_of(in_tables)),
+        objects=SimpleNamespace(read=lambda _: body),
+        jobs=SimpleNamespace(in_progress=lambda _: [parse_job_name(JOB)], stop=stopped.append),
+    )
+    stop_orphans(services)
+    assert stopped == ([JOB] if is_stopped else [])
