@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 import uuid
 from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.command import Command, Verb
-from microtuning_core.domain.errors import CommandRefused, Problem, StageUnreachable
+from microtuning_core.domain.command import MOST_USD, Command, Verb
+from microtuning_core.domain.errors import CommandRefused, InvalidSpec, Problem, StageUnreachable
 from microtuning_core.domain.layout import answer_key, command_key
 
 if TYPE_CHECKING:
@@ -28,6 +29,17 @@ def give(stage: Stage, run_id: str, verb: Verb, **details: Any) -> str:
     command_id = uuid.uuid4().hex
     stage.objects.put(command_key(run_id, command_id), command.model_dump_json().encode())
     return command_id
+
+
+def budget_of(usd: Decimal | float | str) -> Decimal:
+    """The amount, or InvalidSpec by field; a float counts as it is written."""
+    try:
+        amount = Decimal(str(usd))
+    except InvalidOperation:
+        amount = Decimal("NaN")
+    if not Decimal(0) < amount < MOST_USD:  # false of NaN, too
+        raise InvalidSpec([Problem("usd", f"is an amount above 0 and below {MOST_USD:,} USD, and not {str(usd)!r}")])
+    return amount
 
 
 def answer_to(stage: Stage, run_id: str, command_id: str) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from microtuning_core.domain.budget import clock_usd
 from microtuning_sdk._display import Display, Standing, changes, ending, event_line
 from microtuning_sdk._logs import LogTail, load_cursor, save_cursor
-from microtuning_sdk._views import spent_usd
 
 if TYPE_CHECKING:
     from microtuning_core.domain.run import Run
@@ -52,7 +52,7 @@ def _follow(stage: Stage, run_id: str, give_up_at: float | None, tail: LogTail, 
         for line in tail.read(attempt.job_name for attempt in run.attempts):
             metrics = _show(line, metrics, display)
         metrics = metrics or dict(run.metrics.last)
-        display.standing(Standing(run.status, metrics, spent_usd(run, datetime.now(UTC))), now=run.is_final)
+        display.standing(Standing(run.status, metrics, clock_usd(run, datetime.now(UTC))), now=run.is_final)
         if run.is_final:
             display.say(ending(run))
             return run

@@ -20,7 +20,7 @@ from microtuning_core.domain.run import CheckpointRef, RunStatus
 from microtuning_core.domain.run import Run as RunRecord
 from microtuning_core.domain.spending import entry_days
 from microtuning_sdk import _views
-from microtuning_sdk._commands import answer_to, give
+from microtuning_sdk._commands import answer_to, budget_of, give
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
 from microtuning_sdk._follow import CLOUD_POLL_S, LOCAL_POLL_S, follow, wait_silently
@@ -217,6 +217,15 @@ class Run:
     def pin(self, step: int | None = None, *, lineage: int | None = None) -> str:
         """Keeps a copy of a checkpoint where nothing is pruned; its s3:// address."""
         return str(self._told("pin", step=step, lineage=lineage)["uri"])
+
+    def raise_budget(self, usd: Decimal | float | str) -> Decimal:
+        """Gives the run another budget in all, at once; one that its budget stopped goes on from its last checkpoint.
+
+        Raises:
+            CommandRefused: a stopped run has spent as much already; the message says how much.
+            InvalidSpec: usd is no amount above 0.
+        """
+        return Decimal(self._told("budget", usd=budget_of(usd))["budget_usd"])
 
     def _told(self, verb: Verb, **details: Any) -> dict[str, Any]:
         self.stage.runs.get(self.run_id)  # RunNotFound rather than a command nobody answers

@@ -5,6 +5,7 @@
                    "mirror_late_since", "metrics", "cost", "execution_arn"}
     a recovery    {"cause", "at", "detect_ms", "decide_ms", "provision_ms", "restore_ms", "first_step_ms", "total_ms"}
     checkpoints   {"checkpoints": [{"lineage", "step", "uri", "whole"}]}
+    a run's cost  {"amount_usd", "state", "at_most_usd", "budget_usd", "lines"}
     cost          {"total_usd", "lines"}
 
 Money is a string with every decimal, so that no reader makes a float of it; times are UTC, ISO 8601.
@@ -16,7 +17,8 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from microtuning_core.domain.cost import amount_usd, cost_so_far, latest, total
+from microtuning_core.domain.budget import clock_usd
+from microtuning_core.domain.cost import latest, total
 from microtuning_core.domain.recovery import STAGES, recoveries, total_ms
 
 if TYPE_CHECKING:
@@ -94,11 +96,21 @@ def checkpoints_view(checkpoints: Iterable[Checkpoint]) -> View:
     return {"checkpoints": [{key: getattr(each, key) for key in keys} for each in checkpoints]}
 
 
-def run_cost_view(run: Run, entries: Sequence[LedgerEntry]) -> View:
-    """`state` is final once no amount may change any more; at once for a run that ended before it had a job."""
+def run_cost_view(run: Run, entries: Sequence[LedgerEntry], now: datetime | None = None) -> View:
+    """`state` is final once no amount may change any more; at once for a run that ended before it had a job.
+
+    `at_most_usd`: until then, with every machine at the on-demand price by the clock, since spot's bill comes at the end.
+    """
     lines = latest(entries)
-    state = "final" if run.is_final and run.costs_are_final else "estimate"
-    return {"amount_usd": money(total(lines)), "state": state, "lines": [_line_view(entry) for entry in lines]}
+    amount, is_final = total(lines), run.is_final and run.costs_are_final
+    at_most = amount if is_final else max(amount, clock_usd(run, now or datetime.now(UTC)))
+    return {
+        "amount_usd": money(amount),
+        "state": "final" if is_final else "estimate",
+        "at_most_usd": money(at_most),
+        "budget_usd": None if run.budget_usd is None else money(run.budget_usd),
+        "lines": [_line_view(entry) for entry in lines],
+    }
 
 
 def cost_view(entries: Sequence[LedgerEntry]) -> View:
@@ -118,15 +130,3 @@ def money(usd: Decimal) -> str:
     """All decimals that count, never in exponent form: "0.0031", "0"."""
     text = f"{usd:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def spent_usd(run: Run, now: datetime) -> Decimal:
-    """USD so far: settled attempts by their billed seconds, the current one by the clock; an upper bound for spot."""
-    return sum((_attempt_usd(attempt, now) for attempt in run.attempts), Decimal(0))
-
-
-def _attempt_usd(attempt: Attempt, now: datetime) -> Decimal:
-    price, count = attempt.plan.price_usd_per_hour, attempt.plan.count
-    if attempt.billed_s is not None:
-        return amount_usd(attempt.billed_s, count, price)
-    return cost_so_far(attempt.started_at, attempt.ended_at or now, price, count)

@@ -48,7 +48,7 @@ SDK = Path(__file__).parents[2] / "sdk"
 
 VERBS = [
     "run", "check", "runs list", "runs show", "runs logs", "runs wait", "runs cancel",
-    "runs rollback", "runs fork", "runs pin", "runs rollouts",
+    "runs rollback", "runs fork", "runs pin", "runs budget", "runs rollouts",
     "checkpoints", "cost",
     "local up", "local down", "local status", "local reset", "local env", "local tick", "local reclaim", "doctor",
 ]  # fmt: skip
@@ -57,7 +57,7 @@ VERBS = [
 SAME_VERB = {
     "fit": "run", "check": "check", "wait": "runs wait", "logs": "runs logs", "cancel": "runs cancel", "view": "runs show",
     "checkpoints": "checkpoints", "cost": "cost", "rollback": "runs rollback", "fork": "runs fork", "pin": "runs pin",
-    "rollouts": "runs rollouts",
+    "rollouts": "runs rollouts", "raise_budget": "runs budget",
 }  # fmt: skip
 ONLY_IN_PYTHON = {"spec", "metrics", "training_job", "raise_if_unsuccessful"}
 

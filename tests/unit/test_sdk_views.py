@@ -141,11 +141,14 @@ def test_a_cost_is_final_once_the_run_is_over_and_every_job_it_had_is_settled(
     assert _views.run_view(run, [], [], "arn")["cost"]["state"] == state
 
 
-def test_cost_so_far_takes_billed_seconds_where_they_are_known_and_the_clock_where_not() -> None:
+def test_what_a_run_costs_at_most_takes_billed_seconds_where_they_are_known_and_the_clock_where_not() -> None:
     settled = an_attempt(started_at=START, billed_s=3600)
     running = an_attempt(attempt=2, started_at=START)
     now = START + timedelta(seconds=1800)
-    assert _views.spent_usd(a_run(attempts=(settled, running)), now) == Decimal("0.1725")
+    cost = _views.run_cost_view(a_run(attempts=(settled, running), raised_budget_usd=Decimal(2)), [an_entry()], now)
+    assert (cost["amount_usd"], cost["at_most_usd"], cost["budget_usd"]) == ("0.00115", "0.1725", "2")
+    over = a_run(attempts=(settled,), status=RunStatus.FAILED, executions_costed=1)
+    assert _views.run_cost_view(over, [an_entry()], now)["at_most_usd"] == "0.00115"
 
 
 def test_the_moving_line_says_step_reward_accuracy_speed_and_cost() -> None:

@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Literal
 
 from microtuning_core.domain.cost import LedgerEntry, amount_usd, latest, shown, whole_seconds
+from microtuning_core.domain.planning import SHORTEST_RUNTIME_S, STOP_RESERVE_S
 from microtuning_core.domain.quota import Limits
 from microtuning_core.domain.record import UtcTime, Value
 from microtuning_core.domain.run import REMEMBERED_COMMANDS, Attempt, Run, RunStatus
@@ -157,6 +158,13 @@ def used_up(run: Run, attempt: Attempt) -> str | None:
     if run.budget_usd is None or attempt.plan.max_runtime_s >= run.spec.compute.max_runtime_s:
         return None
     return f"{REASON}{shown(run.budget_usd)} USD bought no more run time; {_raise_it(run)}"
+
+
+def buys_more(run: Run, attempt: Attempt, now: datetime) -> bool:
+    """Whether the same machines can be paid again for the shortest run time: the budget was raised, or spot billed less."""
+    usd_per_s = attempt.plan.price_usd_per_hour * attempt.plan.count / 3600
+    left = (run.budget_usd or Decimal(0)) - run_usd(run, now)
+    return left >= usd_per_s * (SHORTEST_RUNTIME_S + STOP_RESERVE_S)
 
 
 def is_budget(reason: str | None) -> bool:

@@ -19,6 +19,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from microtuning_core.domain.fields import Json
 from microtuning_core.domain.record import Record, UsdAmount, UtcTime
 
+MOST_USD = Decimal(1_000_000_000)
 Verb = Literal["cancel", "rollback", "fork", "pin", "budget"]
 
 
@@ -30,6 +31,6 @@ class Command(Record):
     client_id: str = ""
     step: NonNegativeInt | None = None
     lineage: PositiveInt | None = None
-    usd: Annotated[UsdAmount, Field(gt=0, lt=Decimal(1_000_000_000))] | None = None
+    usd: Annotated[UsdAmount, Field(gt=0, lt=MOST_USD)] | None = None
     name: str | None = None  # of the forked run
     changes: dict[str, Json] = {}  # of the forked run's spec

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from microtuning_core.domain.branching import branched, may_branch, reopened
-from microtuning_core.domain.budget import is_budget, mind_budget, used_up
+from microtuning_core.domain.budget import buys_more, is_budget, mind_budget, used_up
 from microtuning_core.domain.command import Command
 from microtuning_core.domain.failures import (
     Action,
@@ -287,9 +287,7 @@ def _after_failure(run: Run, failure: Failure, facts: Facts) -> Run:
         case ActionKind.GIVE_UP:
             return _give_verdict(run, "failed", action.reason or failure.message, failure)
         case ActionKind.STOP:
-            attempt = run.current
-            spent = used_up(run, attempt) if attempt and failure.failure_class is FailureClass.DEADLINE else None
-            return _give_verdict(run, "stopped", spent or action.reason or failure.message, failure)
+            return _after_stop(run, failure, action.reason or failure.message, facts)
         case ActionKind.WAIT_FOR_CAPACITY:
             return _wait(run, failure, action, facts)
         case ActionKind.NEW_LINEAGE:
@@ -298,6 +296,15 @@ def _after_failure(run: Run, failure: Failure, facts: Facts) -> Run:
             )
         case _:
             return _recover(run, failure)
+
+
+def _after_stop(run: Run, failure: Failure, reason: str, facts: Facts) -> Run:
+    """It ran as long as it might; where its budget was what bounded that, it goes on if the budget buys more by now."""
+    attempt = run.current
+    spent = used_up(run, attempt) if attempt and failure.failure_class is FailureClass.DEADLINE else None
+    if attempt and spent and buys_more(run, attempt, facts.now):
+        return _recover(run, failure)
+    return _give_verdict(run, "stopped", spent or reason, failure)
 
 
 def _newest_checkpoint(run: Run) -> CheckpointRef | None:

@@ -1,4 +1,4 @@
-"""`microtuning runs rollback | fork | pin`: going on from a checkpoint, and keeping one."""
+"""`microtuning runs rollback | fork | pin | budget`: going on from a checkpoint, keeping one, and paying for more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.spec_files import read_value
 from microtuning_sdk._run import Run
+from microtuning_sdk._views import money
 from microtuning_sdk.cli._common import add_json, add_run_id, add_stage, add_verb, count, print_json
 
 
@@ -20,10 +21,14 @@ def add_to(inner: Any) -> None:
         help="a setting of the spec, such as algorithm.learning_rate=1e-5; may be given several times",
     )  # fmt: skip
     pin = add_verb(inner, "pin", pin_checkpoint, "Keep a checkpoint, whatever is pruned.")
-    for parser in (rollback, fork, pin):
+    budget = add_verb(inner, "budget", set_budget, "Give a run another budget; one that its budget stopped goes on.")
+    budget.add_argument("--usd", metavar="N", required=True, help="what the run may cost in all, in USD")
+    for parser in (rollback, fork, pin, budget):
         add_run_id(parser)
+    for parser in (rollback, fork, pin):
         parser.add_argument("--step", metavar="N", type=step, help="the checkpoint's step (default: the newest)")
         parser.add_argument("--lineage", metavar="L", type=count, help="its lineage (default: the newest that has it)")
+    for parser in (rollback, fork, pin, budget):
         add_json(parser)
         add_stage(parser)
 
@@ -72,6 +77,14 @@ def fork_run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         return print_json({"run_id": forked.run_id})
     return print(f"run {forked.run_id} is submitted; follow it with: microtuning runs wait {forked.run_id}")
+
+
+def set_budget(arguments: argparse.Namespace) -> None:
+    run = Run(arguments.run_id, arguments.stage)
+    usd = run.raise_budget(arguments.usd)
+    if arguments.json:
+        return print_json({"run_id": run.run_id, "budget_usd": money(usd)})
+    return print(f"{run.run_id} may cost {money(usd)} USD in all")
 
 
 def pin_checkpoint(arguments: argparse.Namespace) -> None:

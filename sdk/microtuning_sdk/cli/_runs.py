@@ -78,9 +78,15 @@ def show_run(arguments: argparse.Namespace) -> None:
     print("checkpoints: " + (", ".join(map(_checkpoint_in_short, view["checkpoints"])) or "none"))
     if view["mirror_late_since"]:
         print(f"  nothing has reached S3 since {view['mirror_late_since']}: SageMaker's mirror may have stopped")
-    print(f"cost: {usd(view['cost']['amount_usd'])} USD ({view['cost']['state']})")
+    print(_cost_in_short(view["cost"]))
     print(f"execution: {view['execution_arn']}")
     return None
+
+
+def _cost_in_short(cost: dict[str, Any]) -> str:
+    at_most = f", at most {usd(cost['at_most_usd'])}" if cost["at_most_usd"] != cost["amount_usd"] else ""
+    budget = f"; budget: {usd(cost['budget_usd'])} USD" if cost["budget_usd"] else ""
+    return f"cost: {usd(cost['amount_usd'])} USD ({cost['state']}{at_most}){budget}"
 
 
 def _print_recoveries(found: list[dict[str, Any]]) -> None:
