@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from functions._stage import TENANTS
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.tenants import StageTenants
+from microtuning_core.usecases.job_security import JobNetwork
 from microtuning_core.usecases.services import Services, StageSettings
 
 
@@ -24,6 +25,8 @@ class Environment(BaseModel):
     training_image_uri: str = Field(alias="TRAINING_IMAGE_URI")
     max_running_runs: int = Field(alias="MAX_RUNNING_RUNS", ge=1)
     kms_key_arn: str | None = Field(None, alias="KMS_KEY_ARN")
+    job_subnets: str = Field("", alias="JOB_SUBNETS")
+    job_security_groups: str = Field("", alias="JOB_SECURITY_GROUPS")
 
     @property
     def names(self) -> StackNames:
@@ -39,7 +42,15 @@ class Environment(BaseModel):
             self.max_running_runs,
             self.kms_key_arn or None,
             StageTenants.model_validate_json(TENANTS),
+            self.job_network,
         )
+
+    @property
+    def job_network(self) -> JobNetwork | None:
+        """Ids divided by commas; empty where the stage has no network of its own."""
+        if not self.job_subnets:
+            return None
+        return JobNetwork(self.job_subnets.split(","), self.job_security_groups.split(","))
 
 
 @lru_cache(maxsize=1)

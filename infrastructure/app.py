@@ -1,4 +1,5 @@
-"""`cdk synth` and `cdk deploy` start here. Context: -c stage=<stage> (default dev), -c image_uri=<training image>.
+"""`cdk synth` and `cdk deploy` start here. Context: -c stage=<stage> (default dev), -c image_uri=<training image>, and
+-c vpc=true for a network of the stage's own.
 
 Synthesis needs no Docker, no credentials and no network, and gives the same files for the same sources.
 """
@@ -30,7 +31,8 @@ def build_app(
     stage = app.node.try_get_context("stage") or "dev"
     image_uri = app.node.try_get_context("image_uri") or ""
     tenants = stage_tenants(stage, root)
-    MicrotuningStack(app, stage=stage, tenants=tenants, image_uri=image_uri, root=root, build=build)
+    vpc = str(app.node.try_get_context("vpc")).lower() == "true"
+    MicrotuningStack(app, stage=stage, tenants=tenants, image_uri=image_uri, vpc=vpc, root=root, build=build)
     return app
 
 

@@ -10,6 +10,7 @@ from infrastructure.alarms import Alarms
 from infrastructure.encryption import Encryption
 from infrastructure.functions import Functions
 from infrastructure.names import BUCKET, state_machine_arn, sub
+from infrastructure.network import Network
 from infrastructure.parameters import Parameters
 from infrastructure.queues import Queues
 from infrastructure.rules import Rules
@@ -31,7 +32,7 @@ class MicrotuningStack(cdk.Stack):
     """Everything one stage needs; `stage` and `image_uri` become the defaults of their parameters."""
 
     def __init__(
-        self, scope: Construct, *, stage: str, tenants: StageTenants, image_uri: str, root: Path, build: Path
+        self, scope: Construct, *, stage: str, tenants: StageTenants, image_uri: str, vpc: bool, root: Path, build: Path
     ) -> None:
         super().__init__(
             scope,
@@ -56,7 +57,11 @@ class MicrotuningStack(cdk.Stack):
             root=root,
             build=build,
         )
-        Tenants(self, tenants, launch_training=functions.by_name["launch_training"])
+        roles = Tenants(self, tenants, launch_training=functions.by_name["launch_training"])
+        if vpc:
+            network = Network(self)
+            network.carries(functions.by_name["launch_training"])
+            network.admits(roles)
         Workflow(self, parameters=parameters, queues=queues, functions=functions)
         alarms = Alarms(self, key=encryption.key)
         encryption.cover_logs(self)

@@ -13,13 +13,14 @@ from infrastructure import nag
 from infrastructure.app import build_app
 
 IMAGE = "111122223333.dkr.ecr.us-east-1.amazonaws.com/microtuning:1"
+CONTEXT = {"image_uri": IMAGE, "stage": "dev", "vpc": "true"}  # with all that a stage may have
 
 
 def findings(root: Path, work: Path, monkeypatch: pytest.MonkeyPatch, **table: Any) -> dict[str, set[str]]:
     """Rule -> construct paths that it was found at."""
     for name, value in table.items():
         monkeypatch.setattr(nag, name, value)
-    app = build_app(root=root, build=work / "lambda", outdir=work / "out", context={"image_uri": IMAGE, "stage": "dev"})
+    app = build_app(root=root, build=work / "lambda", outdir=work / "out", context=CONTEXT)
     nag.check(app)
     try:
         app.synth()

@@ -13,6 +13,8 @@ from microtuning_core.usecases.services import StageSettings
 from tests.unit.records import RUN_ID, a_plan, a_spec
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
+from microtuning_core.domain.tenants import StageTenants, TenantLimits
+from microtuning_core.usecases.job_security import JobNetwork
 NAMES = StackNames("prod", "123456789012", "us-east-1")
 SETTINGS = StageSettings(NAMES, "image:1", 20)
 OWN = f"s3://{NAMES.bucket}/tenants/acme"
@@ -62,16 +64,18 @@ def test_a_spot_job_waits_no_longer_than_run_time_and_deadline_together_and_othe
     assert request()["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600}
 
 
-def test_no_volume_key_is_ever_named_since_types_with_own_storage_refuse_it():
-    with_key = StageSettings(NAMES, "image:1", 20, "arn:aws:kms:us-east-1:123456789012:key/1")
-    made = job_request(with_key, run(), attempt())
-    assert "VolumeKmsKeyId" not in made["ResourceConfig"]
+def test_the_stages_key_and_network_are_in_every_request():
+    network = JobNetwork(("subnet-1", "subnet-2"), ("sg-1",))
+    settings = StageSettings(NAMES, "image:1", 20, "arn:aws:kms:us-east-1:123456789012:key/1", job_network=network)
+    made = job_request(settings, run(), attempt())
     assert made["OutputDataConfig"]["KmsKeyId"].endswith("key/1")
 
 
 def test_the_channels_are_what_the_spec_names_and_the_config_of_this_attempt():
     assert [(name, str(uri)) for name, uri in channels(run(), attempt(), NAMES.bucket)] == [
         ("config", f"{RUN_FOLDER}/config/a002/"),
+    assert made["VpcConfig"] == {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}
+    assert "VpcConfig" not in request()
         ("train", f"{OWN}/datasets/x/"),
     ]
 

@@ -30,6 +30,7 @@ from microtuning_core.domain.spec import (
     warm_data,
 )
 from microtuning_core.domain.warm_pools import is_about_pool
+from microtuning_core.usecases.job_security import secure
 from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_core.usecases.settle import settle
 from microtuning_core.usecases.tenancy import current_limits, gpus_of
@@ -164,13 +165,15 @@ def job_request(settings: StageSettings, run: Run, attempt: Attempt) -> dict[str
     }
     if plan.spot:  # without spot the field is an error; both limits together bound all interruptions of the job
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = plan.max_runtime_s + run.spec.compute.deadline_s
-    key = settings.key_arn(run.tenant)
-    if key:
-        request["OutputDataConfig"]["KmsKeyId"] = key
     if settings.tenants.by_tags:  # the job's session carries the tenant's tag on, and its role goes by that
         request["SessionChainingConfig"] = {"EnableSessionTagChaining": True}
-    if run.spec.compute.network_isolation:
-        request["EnableNetworkIsolation"] = True
+    secure(
+        request,
+        plan,
+        key_arn=settings.key_arn(run.tenant),
+        network=settings.job_network,
+        isolated=run.spec.compute.network_isolation,
+    )
     return request
 
 

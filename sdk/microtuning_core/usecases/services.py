@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from microtuning_core.domain.names import StackNames
 
+    from microtuning_core.usecases.job_security import JobNetwork
 
 @dataclass(frozen=True)
 class StageSettings:
@@ -35,6 +36,7 @@ class StageSettings:
     kms_key_arn: str | None = None
     tenants: StageTenants = field(default_factory=serving_anyone)
 
+    job_network: JobNetwork | None = None
     @property
     def limits(self) -> Limits:
         """As declared; what was changed since lies in the tenants table."""
