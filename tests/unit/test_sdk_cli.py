@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import signal
 import subprocess
@@ -36,7 +35,7 @@ from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.run import FINAL, RunStatus
 from microtuning_local import home
 from microtuning_sdk import Run, Stage, _interrupts, cli
-from microtuning_sdk.cli import _cost, _parser, _run, _runs
+from microtuning_sdk.cli import _parser, _run, _runs
 from microtuning_sdk.cli._common import exit_status
 
 if TYPE_CHECKING:
@@ -346,24 +345,6 @@ def test_only_a_run_that_is_not_over_is_asked_to_stop(
     assert cli.main(["runs", "cancel", RUN_ID]) == 0
     assert said in capsys.readouterr().err
     assert len(asked) == (status == "training")
-
-
-def test_tables_show_four_decimals_and_json_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = {"run_id": "x", "attempt": 1, "line": "compute", "day": "2026-01-02", "instance_type": "ml.m5.large"}
-    view = {
-        "total_usd": "0.0011567891",
-        "lines": [line | {"billed_s": 36, "amount_usd": "0.0011567891", "state": "final"}],
-    }
-    monkeypatch.setattr(_cost, "_entries", lambda _: ())
-    monkeypatch.setattr(_cost, "cost_view", lambda _: view)
-    assert cli.main(["cost"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("0.0012") == 2
-    assert "0.00115" not in shown
-    assert cli.main(["cost", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == view
 
 
 def test_a_spec_file_that_is_not_there_is_a_mistake_of_the_request(
