@@ -16,6 +16,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from microtuning_core.aws.admissions import AdmissionStore
 from microtuning_core.aws.ledger import LedgerStore
 from microtuning_core.aws.objects import ObjectStore
 from microtuning_core.aws.runs import RunStore
@@ -72,8 +73,17 @@ class Stage:
         return RunStore(self.dynamodb, self.names.table("runs"), self.objects)
 
     @cached_property
+    def admissions(self) -> AdmissionStore:
+        return AdmissionStore(self.dynamodb, self.names.table("tenants"))
+
+    @cached_property
     def ledger(self) -> LedgerStore:
         return LedgerStore(self.dynamodb, self.names.table("ledger"))
+
+    def places(self, tenant: str) -> dict[str, int]:
+        """Of the tenant's runs that wait, by run_id; 1 is next in the stage's queue."""
+        standing = self.admissions.standing(tenant)
+        return standing.places if standing else {}
 
 
 def connect(stage: str | None = None, region: str | None = None) -> Stage:

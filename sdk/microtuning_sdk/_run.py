@@ -264,7 +264,9 @@ class Run:
         """The run as JSON, in the shape of `microtuning runs show --json`."""
         run = self.record
         arn = self.stage.names.execution_arn(run.execution)
-        return _views.run_view(run, self.checkpoints(), self._ledger_entries(run), arn)
+        waits = run.status == RunStatus.QUEUED
+        place = _views.place_of(run, self.stage.places(run.tenant)) if waits else None
+        return _views.run_view(run, self.checkpoints(), self._ledger_entries(run), arn, place)
 
 
 def _reason(run: RunRecord) -> str:

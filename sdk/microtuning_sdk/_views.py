@@ -1,7 +1,8 @@
 """What is known of runs as plain JSON: the shapes of `--json`, whose keys never change their meaning.
 
-    runs list     {"runs": [{"run_id", "tenant", "name", "status", "reason", "created_at", "cost_usd"}]}
-    runs show     {"run_id", "status", "reason", "attempts", "recoveries", "checkpoints", "checkpointed_at",
+    runs list     {"runs": [{"run_id", "tenant", "name", "status", "reason", "place", "created_at",
+                   "cost_usd"}]}
+    runs show     {"run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at",
                    "mirror_late_since", "metrics", "cost", "execution_arn"}
     a recovery    {"cause", "at", "detect_ms", "decide_ms", "provision_ms", "restore_ms", "first_step_ms", "total_ms"}
     checkpoints   {"checkpoints": [{"lineage", "step", "uri", "whole"}]}
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from microtuning_core.domain.budget import clock_usd
 from microtuning_core.domain.cost import latest, total
 from microtuning_core.domain.recovery import STAGES, recoveries, total_ms
+from microtuning_core.domain.run import RunStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from microtuning_core.aws.runs import Checkpoint
     from microtuning_core.domain.cost import LedgerEntry
@@ -31,27 +33,40 @@ if TYPE_CHECKING:
 View = dict[str, Any]
 
 
-def runs_view(runs: Iterable[Run]) -> View:
-    return {"runs": [_run_row(run) for run in runs]}
+def runs_view(runs: Iterable[Run], places: Mapping[str, int]) -> View:
+    return {"runs": [_run_row(run, place_of(run, places)) for run in runs]}
 
 
-def _run_row(run: Run) -> View:
+def place_of(run: Run, places: Mapping[str, int]) -> int | None:
+    """1 is next; only of a run that waits, whatever was written down of it before."""
+    return places.get(run.run_id) if run.status == RunStatus.QUEUED else None
+
+
+def _run_row(run: Run, place: int | None) -> View:
     return {
         "run_id": run.run_id,
         "tenant": run.tenant,
         "name": run.name,
         "status": run.status.value,
         "reason": run.reason,
+        "place": place,
         "created_at": when(run.created_at),
         "cost_usd": None if run.cost_usd is None else money(run.cost_usd),
     }
 
 
-def run_view(run: Run, checkpoints: Sequence[Checkpoint], entries: Sequence[LedgerEntry], execution_arn: str) -> View:
+def run_view(
+    run: Run,
+    checkpoints: Sequence[Checkpoint],
+    entries: Sequence[LedgerEntry],
+    execution_arn: str,
+    place: int | None = None,
+) -> View:
     return {
         "run_id": run.run_id,
         "status": run.status.value,
         "reason": run.reason,
+        "place": place,
         "attempts": [_attempt_view(attempt) for attempt in run.attempts],
         "recoveries": [_recovery_view(each) for each in recoveries(run)],
         **checkpoints_view(checkpoints),

@@ -508,6 +508,10 @@ class Admissions(AdmissionStore):
         self._cloud.port()
         return dict(self.changes)
 
+    def standing(self, tenant: str) -> Standing | None:
+        self._cloud.port()
+        return self.standings.get(tenant)
+
     def put_standing(self, standing: Standing) -> None:
         self._cloud.port()
         self.standings[standing.tenant] = standing

@@ -69,13 +69,19 @@ def an_entry(**changed: Any) -> LedgerEntry:
 
 
 def test_runs_list_has_exactly_its_keys() -> None:
-    view = _views.runs_view([a_run(cost_usd=Decimal("0.0011500000"))])
+    view = _views.runs_view([a_run(cost_usd=Decimal("0.0011500000"))], {})
     assert view == {
         "runs": [
             {"run_id": RUN_ID, "tenant": "default", "name": "sort digits", "status": "submitted", "reason": None,
-             "created_at": "2026-01-02T03:04:05Z", "cost_usd": "0.00115"}
+             "place": None, "created_at": "2026-01-02T03:04:05Z", "cost_usd": "0.00115"}
         ]
     }  # fmt: skip
+
+
+def test_only_a_run_that_waits_has_a_place() -> None:
+    waits, runs = a_run(status=RunStatus.QUEUED), a_run(status=RunStatus.PLANNING)
+    assert [_views.place_of(run, {RUN_ID: 3}) for run in (waits, runs)] == [3, None]
+    assert _views.place_of(waits, {}) is None
 
 
 def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
@@ -88,7 +94,7 @@ def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
     checkpoint = Checkpoint(1, 40, "s3://bucket/step-40/", True, {}, "2026-01-02T03:05:05+00:00")
     view = json.loads(json.dumps(_views.run_view(run, [checkpoint], [an_entry()], "arn:execution")))
     assert list(view) == [
-        "run_id", "status", "reason", "attempts", "recoveries", "checkpoints", "checkpointed_at", "mirror_late_since",
+        "run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at", "mirror_late_since",
         "metrics", "cost", "execution_arn",
     ]  # fmt: skip
     assert view["recoveries"] == [

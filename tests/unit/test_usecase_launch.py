@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
+import boto3
 import pytest
+from botocore.stub import Stubber
 
+from microtuning_core.aws.launcher import sagemaker_for
+from microtuning_core.aws.training_jobs import TrainingJobs
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
+from microtuning_core.domain.tenants import StageTenants, TenantLimits
+from microtuning_core.usecases.job_security import JobNetwork
 from microtuning_core.usecases.launch import channels, job_request, plain_hyperparameters
 from microtuning_core.usecases.services import StageSettings
 from tests.unit.records import RUN_ID, a_plan, a_spec
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
-from microtuning_core.domain.tenants import StageTenants, TenantLimits
-from microtuning_core.usecases.job_security import JobNetwork
 NAMES = StackNames("prod", "123456789012", "us-east-1")
 SETTINGS = StageSettings(NAMES, "image:1", 20)
 OWN = f"s3://{NAMES.bucket}/tenants/acme"
@@ -69,13 +74,13 @@ def test_the_stages_key_and_network_are_in_every_request():
     settings = StageSettings(NAMES, "image:1", 20, "arn:aws:kms:us-east-1:123456789012:key/1", job_network=network)
     made = job_request(settings, run(), attempt())
     assert made["OutputDataConfig"]["KmsKeyId"].endswith("key/1")
+    assert made["VpcConfig"] == {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}
+    assert "VpcConfig" not in request()
 
 
 def test_the_channels_are_what_the_spec_names_and_the_config_of_this_attempt():
     assert [(name, str(uri)) for name, uri in channels(run(), attempt(), NAMES.bucket)] == [
         ("config", f"{RUN_FOLDER}/config/a002/"),
-    assert made["VpcConfig"] == {"Subnets": ["subnet-1", "subnet-2"], "SecurityGroupIds": ["sg-1"]}
-    assert "VpcConfig" not in request()
         ("train", f"{OWN}/datasets/x/"),
     ]
 
@@ -131,3 +136,32 @@ def test_a_value_that_the_service_will_not_take_travels_by_file_only(value):
     settings = {"type": "script", "entry": "a.py", "hyperparameters": {"odd": value, "plain": 1}}
     code = {"uri": f"{OWN}/code/x/code.zip", "sha256": "0" * 64}
     assert plain_hyperparameters(spec(algorithm=settings, code=code)) == {"plain": "1"}
+
+
+def test_with_session_tags_a_job_hands_its_tenants_tag_on_and_is_made_in_that_tenants_session():
+    tagged = StageSettings(NAMES, "image:1", 20, tenants=StageTenants(isolation="session-tags", others=TenantLimits()))
+    made = job_request(tagged, run(), attempt())
+    assert made["SessionChainingConfig"] == {"EnableSessionTagChaining": True}
+    assert made["RoleArn"] == NAMES.job_role_arn(None)
+    assert "SessionChainingConfig" not in request()
+    asked, of_all = [], SimpleNamespace(create_training_job=lambda **_: asked.append("all"))
+    own = SimpleNamespace(create_training_job=lambda **_: asked.append("own"))
+    TrainingJobs(of_all, lambda tenant: asked.append(tenant) or own).create(made)  # type: ignore[arg-type, func-returns-value]
+    TrainingJobs(of_all).create(made)  # type: ignore[arg-type]
+    assert asked == ["acme", "own", "all"]
+
+
+def test_the_launchers_session_carries_the_tenant_as_its_only_tag():
+    session = boto3.Session("key", "secret", region_name="us-east-1")
+    sts = session.client("sts")
+    given = {"AccessKeyId": "A" * 16, "SecretAccessKey": "s", "SessionToken": "t", "Expiration": NOW}
+    asked = {
+        "RoleArn": NAMES.launcher_role_arn, "RoleSessionName": "launch-acme", "DurationSeconds": 900,
+        "Tags": [{"Key": "tenant", "Value": "acme"}],
+    }  # fmt: skip
+    with Stubber(sts) as stub:
+        stub.add_response("assume_role", {"Credentials": given}, asked)
+        client = sagemaker_for(SimpleNamespace(client=lambda _: sts, region_name="us-east-1"), asked["RoleArn"], "acme")  # type: ignore[arg-type]
+    assert client._request_signer._credentials.token == "t"
+    model = client.meta.service_model.operation_model("CreateTrainingJob").input_shape.members
+    assert "EnableSessionTagChaining" in model["SessionChainingConfig"].members

@@ -10,9 +10,11 @@ from microtuning_core.aws.errors import code_of, is_missing, message_of
 from microtuning_core.domain.errors import LaunchRefused
 from microtuning_core.domain.failures import Failure, classify_refusal
 from microtuning_core.domain.job import JobFacts, job_facts
-from microtuning_core.domain.names import JobName, own_job_name
+from microtuning_core.domain.names import JobName, own_job_name, parse_job_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mypy_boto3_sagemaker import SageMakerClient
 
 
@@ -25,13 +27,20 @@ class Refused(LaunchRefused):
 
 
 class TrainingJobs:
-    def __init__(self, sagemaker: SageMakerClient) -> None:
+    """`client_for` a tenant makes jobs where the tenant's own session must; else the one client makes all of them."""
+
+    def __init__(
+        self, sagemaker: SageMakerClient, client_for: Callable[[str], SageMakerClient] | None = None
+    ) -> None:
         self._sagemaker = sagemaker
+        self._client_for = client_for
 
     def create(self, request: dict[str, Any]) -> None:
         """Creates the job; one of that name that exists already is success (the message came twice)."""
+        tenant = parse_job_name(request["TrainingJobName"]).tenant
+        client = self._client_for(tenant) if self._client_for else self._sagemaker
         try:
-            self._sagemaker.create_training_job(**request)
+            client.create_training_job(**request)
         except ClientError as error:
             if code_of(error) != "ResourceInUse":
                 raise Refused(classify_refusal(code_of(error), message_of(error))) from error

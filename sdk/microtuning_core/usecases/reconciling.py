@@ -16,6 +16,7 @@ from microtuning_core.usecases.budgets import mind_budgets
 from microtuning_core.usecases.costing import record_cost, record_orchestration
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.settle import begin_planning, grant_slots, settle
+from microtuning_core.usecases.tenancy import refresh_standings
 from microtuning_core.usecases.warm_pools import end_pools
 
 _LOG = logging.getLogger(__name__)
@@ -116,3 +117,4 @@ def _reconcile_slots(services: Services) -> None:
         elif run.status == RunStatus.QUEUED:  # it got the slot, and whoever gave it was gone before telling
             begin_planning(services, run_id)
     grant_slots(services)
+    refresh_standings(services)

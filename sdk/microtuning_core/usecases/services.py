@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from microtuning_core.aws.admissions import AdmissionStore
 from microtuning_core.aws.budget_marks import BudgetMarks
 from microtuning_core.aws.executions import Executions
+from microtuning_core.aws.launcher import sagemaker_for
 from microtuning_core.aws.ledger import LedgerStore
 from microtuning_core.aws.logs import JobLogs
 from microtuning_core.aws.objects import ObjectStore
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from mypy_boto3_dynamodb import DynamoDBClient
 
     from microtuning_core.domain.names import StackNames
-
     from microtuning_core.usecases.job_security import JobNetwork
+
 
 @dataclass(frozen=True)
 class StageSettings:
@@ -35,8 +36,8 @@ class StageSettings:
     max_running_runs: int
     kms_key_arn: str | None = None
     tenants: StageTenants = field(default_factory=serving_anyone)
-
     job_network: JobNetwork | None = None
+
     @property
     def limits(self) -> Limits:
         """As declared; what was changed since lies in the tenants table."""
@@ -95,7 +96,8 @@ class Services:
 
     @cached_property
     def jobs(self) -> TrainingJobs:
-        return TrainingJobs(self._session.client("sagemaker"))
+        tagged = partial(sagemaker_for, self._session, self.names.launcher_role_arn)
+        return TrainingJobs(self._session.client("sagemaker"), tagged if self.settings.tenants.by_tags else None)
 
     @cached_property
     def logs(self) -> JobLogs:

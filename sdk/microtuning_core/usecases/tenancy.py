@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 
 from microtuning_core.aws.admissions import Granted
 from microtuning_core.domain.catalog import find
@@ -80,3 +80,18 @@ def tell_standing(
     for tenant in sorted({each.tenant for each in granted.waiting} | given | set(about)):
         limits = services.settings.tenants.limits_of(tenant, changes)
         services.admissions.put_standing(standing(tenant, now, limits, granted.held, places))
+
+
+def refresh_standings(services: Services) -> None:
+    """Makes known who is declared, and puts right what was written down of anybody and holds no more."""
+    known, changes = services.admissions.tenants(), services.admissions.limit_changes()
+    for tenant in services.settings.tenants.tenants.keys() - set(known):
+        services.admissions.remember(tenant)
+    now = datetime.now(UTC)
+    held, waiting = services.admissions.slots().held, services.admissions.waiting(now)
+    places = places_in_queue(current_limits(services, changes), held, waiting)
+    for tenant in sorted({*known, *services.settings.tenants.tenants}):
+        new = standing(tenant, now, services.settings.tenants.limits_of(tenant, changes), held, places)
+        old = services.admissions.standing(tenant)
+        if old is None or old.model_copy(update={"at": now}) != new:
+            services.admissions.put_standing(new)

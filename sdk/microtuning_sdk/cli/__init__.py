@@ -99,6 +99,7 @@ def status_of(error: Exception) -> int:
         errors.RunNotFound,
         errors.RunWouldFail,
         errors.SubmitRefused,
+        errors.UnknownTenant,
     )
     if isinstance(error, errors.RunStopped):
         return STOPPED

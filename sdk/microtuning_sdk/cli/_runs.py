@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from microtuning_core.domain.run import RunStatus
 from microtuning_sdk import _views
 from microtuning_sdk._connection import connect
 from microtuning_sdk._run import Run
@@ -54,10 +55,13 @@ def add_parsers(verbs: Any) -> None:
 
 
 def list_runs(arguments: argparse.Namespace) -> None:
-    view = _views.runs_view(connect(arguments.stage).runs.list_runs(arguments.tenant, arguments.limit))
+    stage = connect(arguments.stage)
+    runs = list(stage.runs.list_runs(arguments.tenant, arguments.limit))
+    waits = any(run.status == RunStatus.QUEUED for run in runs)
+    view = _views.runs_view(runs, stage.places(arguments.tenant) if waits else {})
     if arguments.json:
         return print_json(view)
-    columns = ("run_id", "status", "created_at", "cost_usd", "reason")
+    columns = ("run_id", "status", "place", "created_at", "cost_usd", "reason")
     rows = [
         row | {"created_at": f"{row['created_at'][:19]}Z", "cost_usd": usd(row["cost_usd"])} for row in view["runs"]
     ]
@@ -68,7 +72,8 @@ def show_run(arguments: argparse.Namespace) -> None:
     view = Run(arguments.run_id, arguments.stage).view()
     if arguments.json:
         return print_json(view)
-    print(f"{view['run_id']}  {view['status']}" + (f": {view['reason']}" if view["reason"] else ""))
+    place = f" ({view['place']}. in the queue)" if view["place"] else ""
+    print(f"{view['run_id']}  {view['status']}{place}" + (f": {view['reason']}" if view["reason"] else ""))
     columns = ("attempt", "instance_type", "spot", "outcome", "failure_class", "billed_s", "recoveries")
     rows = [[len(row[c]) if c == "recoveries" else row[c] for c in columns] for row in view["attempts"]]
     print_table(columns, rows)
