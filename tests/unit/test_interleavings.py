@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from decimal import Decimal
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from microtuning_core.domain.cost import total
-from microtuning_core.domain.tenants import StageTenants, Tenant
+from microtuning_core.domain.tenants import StageTenants, Tenant, TenantLimits
 from tests.unit.small_cloud import ENDS, HINTS, HOLDS_A_SLOT, REFUSALS, TICK, Died, Fault, Message, SmallCloud
 
 PICKS = st.integers(0, 40)
@@ -235,6 +236,22 @@ class HarshStage(Stage):
         self.a_user_commands(pick, verb)
         message = self.cloud.messages[-1]
         self.cloud.deliver(message, self._fault(fault, message))
+
+    @rule(pick=PICKS, usd=st.sampled_from(["0.001", "0.3", "1", "1000"]), fault=FAULTS)
+    def a_user_sets_a_budget(self, pick: int, usd: str, fault: object) -> None:
+        runs = sorted(self.cloud.runs.records)
+        self.commands += 1
+        self.cloud.command(runs[pick % len(runs)], self.commands, verb="budget", usd=usd)
+        message = self.cloud.messages[-1]
+        self.cloud.deliver(message, self._fault(fault, message))
+
+    @rule(usd=st.none() | st.sampled_from(["0.1", "2", "1000"]))
+    def the_tenant_has_another_budget(self, usd: str | None) -> None:
+        self.cloud.admissions.changes["acme"] = TenantLimits(budget_usd_per_day=usd and Decimal(usd))
+
+    def _a_good_hour_of_the_cloud(self) -> None:
+        self.cloud.admissions.changes.clear()  # what waits for a budget waits for days
+        super()._a_good_hour_of_the_cloud()
 
     def _other_work(self, pick: int, messages: list[Message]) -> None:
         if pick > 35:
