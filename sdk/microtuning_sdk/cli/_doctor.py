@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,9 @@ from microtuning_core.domain.errors import MicrotuningError
 from microtuning_core.usecases.rebuilding import rebuild
 from microtuning_core.usecases.services import Services, StageSettings
 from microtuning_sdk._connection import LOCAL, Stage, connect
+from microtuning_sdk.cli._account import examine_account
 from microtuning_sdk.cli._common import add_json, add_stage, add_verb, print_json
+from microtuning_sdk.cli._findings import Finding
 
 if TYPE_CHECKING:
     import argparse
@@ -24,19 +25,6 @@ _ALWAYS = ("boto3", "cloudpickle", "pydantic", "PyYAML", "rich")
 _LOCAL = ("ministack", "torch", "transformers", "aws-lambda-powertools")
 _PINNED = {"ministack": "1.5.33"}
 _FREE_GB = 2
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. `next_step` is there when it is not well."""
-
-    what: str
-    found: str
-    next_step: str = ""
-
-    @property
-    def is_well(self) -> bool:
-        return not self.next_step
 
 
 def add_parsers(verbs: Any) -> None:
@@ -91,6 +79,8 @@ def examine(stage_name: str | None) -> Iterator[Finding]:
     yield Finding("stage", repr(stage))
     for what, look in (("stack", _stack), ("bucket", _bucket), ("tables", _tables), ("functions", _functions)):
         yield _asked(stage, what, look)
+    if not stage.is_local:
+        yield from _account(stage)
 
 
 def _python() -> Finding:
@@ -132,6 +122,13 @@ def _asked(stage: Stage, what: str, look: Callable[[Stage], Finding]) -> Finding
         return look(stage)
     except (BotoCoreError, ClientError) as error:
         return Finding(what, f"cannot be seen: {error}", f"Check your rights, or {_deploy(stage)}")
+
+
+def _account(stage: Stage) -> Iterator[Finding]:
+    try:
+        yield from examine_account(stage)
+    except (BotoCoreError, ClientError) as error:
+        yield Finding("account", f"cannot be seen: {error}", "Try again; or check region and credentials.")
 
 
 def _deploy(stage: Stage) -> str:
