@@ -47,6 +47,9 @@ fix: $(VENV)/.test  ## Let ruff mend and format.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+iam: $(VENV)/.test  ## Rewrite the snapshot of who may do what in the stage dev; read its diff.
+	@$(BIN)/python -m tests.infrastructure.iam_snapshot
+
 template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
 	@$(BIN)/python -m infrastructure.keep_template
 

@@ -125,7 +125,10 @@ def test_who_starts_executions_and_that_nobody_stops_one(aws: Any) -> None:
 def test_who_writes_which_table(table: str, who: set[str], aws: Any) -> None:
     arn = f"arn:aws:dynamodb:us-east-1:111122223333:table/microtuning-dev-{table}"
     writers = {
-        name for name in _functions(aws) if any(arn in _as_list(each["Resource"]) for each in aws.statements_of(name))
+        name
+        for name in _functions(aws)
+        for each in aws.statements_of(name)
+        if arn in _as_list(each["Resource"]) and "dynamodb:PutItem" in _as_list(each["Action"])
     }
     assert writers == who
 
@@ -187,3 +190,9 @@ def test_the_state_machine_puts_into_two_queues_and_asks_three_functions(aws: An
     assert queues == ["microtuning-dev-admissions", "microtuning-dev-launches"]
     functions = [each.rsplit(":", 1)[1] for each in statements["AskFunctions"]["Resource"]]
     assert functions == ["microtuning-dev-plan-attempt", "microtuning-dev-register-model", "microtuning-dev-close-run"]
+
+
+def test_who_may_do_what_is_what_was_read_and_kept(aws: Any) -> None:
+    from tests.infrastructure.iam_snapshot import KEPT, snapshot
+
+    assert KEPT.read_text(encoding="utf-8") == snapshot(aws), "Run make iam, read the diff of iam.txt, and commit it."

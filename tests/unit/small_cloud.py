@@ -78,6 +78,7 @@ _CLOCKED = (
     registering,
     settle,
     submit,
+    tenancy,
     warm_pools,
 )
 HINTS = frozenset({"training-events", "cost-events", "execution-events", "checkpoints"})

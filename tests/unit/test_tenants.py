@@ -12,6 +12,7 @@ from microtuning_core.domain.errors import InvalidStage, UnknownTenant
 from microtuning_core.domain.names import StackNames
 from microtuning_core.domain.quota import Holding
 from microtuning_core.domain.tenants import (
+    MOST_ROLES,
     StageTenants,
     Tenant,
     TenantLimits,
@@ -49,7 +50,7 @@ def test_every_configuration_that_is_here_can_be_deployed(stage: str):
 def test_a_stage_without_a_configuration_has_the_default_tenant_and_nobody_else():
     declared = stage_tenants("qa", ROOT)
     declared.check("default")
-    with pytest.raises(UnknownTenant, match="This stage has no tenant .acme., it has default"):
+    with pytest.raises(UnknownTenant, match=r"This stage has no tenant .acme., it has default"):
         declared.check("acme")
 
 
@@ -85,6 +86,13 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_name_and_line(tmp_path: Path
 def test_keys_of_tenants_need_roles_of_tenants():
     with pytest.raises(InvalidStage, match="own_key needs isolation: roles"):
         parse_stage({"isolation": "session-tags", "tenants": {"acme": {"own_key": True}}}, {}, "f")
+
+
+def test_more_tenants_than_a_template_takes_need_session_tags():
+    many = {"tenants": {f"team{number}": {} for number in range(MOST_ROLES + 1)}}
+    with pytest.raises(InvalidStage, match=r"tenants has 61 and a template takes 60: use isolation: session-tags"):
+        parse_stage(many, {}, "f")
+    assert len(parse_stage(many | {"isolation": "session-tags"}, {}, "f").tenants) == 61
 
 
 def test_whose_role_and_key_a_job_uses():

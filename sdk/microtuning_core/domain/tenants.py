@@ -30,6 +30,8 @@ from microtuning_core.domain.spec_checks import with_lines
 GPU_FAMILIES = tuple(dict.fromkeys(row.gpu_family for row in CATALOG.values() if row.gpu_family))
 MOST_RUNS = 1000
 DEFAULT_TENANT = "default"
+# Two roles take 11 kB of the template, which may have 1 MB with the 180 kB of all the rest (measured with 40 tenants).
+MOST_ROLES = 60
 
 
 def _known_family(family: str) -> str:
@@ -87,6 +89,14 @@ class StageTenants(Value):
         default_factory=lambda: {DEFAULT_TENANT: Tenant()}
     )
     others: TenantLimits | None = None
+
+    @model_validator(mode="after")
+    def _roles_have_room(self) -> Self:
+        if not self.by_tags and len(self.tenants) > MOST_ROLES:
+            raise ValueError(
+                f"tenants has {len(self.tenants)} and a template takes {MOST_ROLES}: use isolation: session-tags"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keys_need_roles(self) -> Self:
