@@ -11,6 +11,7 @@ from microtuning_core.aws.admissions import AdmissionStore
 from microtuning_core.domain import reports
 from microtuning_core.domain.cost import latest, total
 from microtuning_core.domain.focus import BillingAccount, focus_csv
+from microtuning_core.domain.prices import is_stale
 from microtuning_sdk._views import cost_view, money
 
 if TYPE_CHECKING:
@@ -52,10 +53,16 @@ class Statement:
             "saved_usd": money(sum((each.saved_usd for each in self.entries), Decimal(0))),
             "usd_per_million_tokens": {kind: money(usd) for kind, usd in tokens.items()},
             "utilisation": None if share is None else round(float(share), 4),
+            "stale_prices": sorted({each.instance_type for each in self.entries if _was_stale(each)}),
         }
 
     def as_focus(self) -> str:
         return focus_csv(self.entries, BillingAccount(self.stage.names.account, self.stage.names.stage))
+
+
+def _was_stale(entry: LedgerEntry) -> bool:
+    """Whether a machine's price was old already when it was paid."""
+    return bool(entry.instance_type) and is_stale(entry.price_as_of, entry.day)
 
 
 def group_view(group: reports.Group) -> dict[str, Any]:

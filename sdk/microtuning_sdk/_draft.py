@@ -22,7 +22,7 @@ from microtuning_core.domain.planning import TINY_DECODER, ModelShape, Plan, Pla
 from microtuning_core.domain.spec import RunSpec, foreign_locations
 from microtuning_core.domain.spec_checks import is_code, parse_spec
 from microtuning_core.spec_files import dump_spec_text
-from microtuning_core.usecases.plan import frozen_sources, request_for
+from microtuning_core.usecases.plan import frozen_sources, newest_prices, request_for
 from microtuning_sdk._code import CodePackage, Piece, package_all, package_folder, package_script
 from microtuning_sdk._connection import DEFAULT_TENANT
 from microtuning_sdk._inputs import BaseModel, Data, base_model, check_dataset, dataset, is_local_model
@@ -102,6 +102,7 @@ def draft(
     reward_models = frozen_sources(spec)[1 if teacher.uri else 0 :]
     shapes = [teacher.shape, *(_shape_of(stage, tenant, uri, folder) for uri in reward_models)]
     request = request_for(spec, model.shape, frozen=shapes)
+    request = request.model_copy(update={"prices": newest_prices(stage.objects, stage.names.region)})
     unique = tuple({each.key: each for each in parcels}.values())
     return Draft(spec, unique, rows, code, model.folder, request, _plan(request))
 

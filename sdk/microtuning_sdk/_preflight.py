@@ -23,6 +23,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ from microtuning_core.domain.catalog import find
 from microtuning_core.domain.errors import RunWouldFail
 from microtuning_core.domain.estimates import Work, cost_usd, steps_of, training_s
 from microtuning_core.domain.planning import RUNTIME_GIB, memory_on
+from microtuning_core.domain.prices import is_stale
 from microtuning_core.domain.recovery_choice import choice_words
 from microtuning_core.domain.spec import POLICIES
 
@@ -187,6 +189,8 @@ def _about_machine(ready: Draft) -> Iterator[Finding]:
     yield Finding(
         "ok", "machine", f"{plan.instance_type}, {kind}{plan.price_usd_per_hour} USD an hour on AWS{memory}{batch}"
     )
+    if plan.price_as_of and is_stale(plan.price_as_of, datetime.now(UTC).date()):
+        yield Finding("note", "machine", f"its price is of {plan.price_as_of}", "See `microtuning prices refresh`.")
     yield from (Finding("note", "machine", notice) for notice in plan.notices)
     yield Finding("ok", "recovery", choice_words(ready.request, plan))
     yield from _about_time(ready)

@@ -48,7 +48,7 @@ SDK = Path(__file__).parents[2] / "sdk"
 VERBS = [
     "run", "check", "runs list", "runs show", "runs logs", "runs wait", "runs cancel",
     "runs rollback", "runs fork", "runs pin", "runs budget", "runs rollouts",
-    "checkpoints", "cost", "tenants list", "tenants show", "tenants limit",
+    "checkpoints", "cost", "prices list", "prices refresh", "tenants list", "tenants show", "tenants limit",
     "local up", "local down", "local status", "local reset", "local env", "local tick", "local reclaim", "doctor",
 ]  # fmt: skip
 

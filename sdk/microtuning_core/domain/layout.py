@@ -12,6 +12,7 @@
     tenants/<t>/runs/<run_id>/checkpoints/l<NN>/rollouts/step-<n>.jsonl   what was said and how it was scored
     tenants/<t>/runs/<run_id>/kept/l<NN>/step-<n>/…   checkpoints that are never pruned
     tenants/<t>/runs/<run_id>/output/
+    prices/<region>.json                     price lists that `microtuning prices refresh` read; no tenant's
 
 Every prefix ends in "/": without it, run-1 would also be run-10. Keys are raw, as EventBridge carries them; the classic
 S3 notification (percent-encoded, blanks as "+") has its own parser in `events`. Digits are ASCII's, since `\\d` takes those
@@ -36,6 +37,10 @@ _CHECKPOINT = re.compile(
     r"tenants/(?P<tenant>[^/]+)/runs/(?P<run_id>[^/]+)/checkpoints/l(?P<lineage>[0-9]{2,6})/"
     r"(?:step-(?P<step>[0-9]{1,12})/manifest|progress)\.json"
 )
+
+
+def prices_key(region: str) -> str:
+    return f"prices/{_plain_file(region)}.json"
 
 
 def tenant_prefix(tenant: str) -> str:

@@ -11,6 +11,7 @@ choose_plan.
 from __future__ import annotations
 
 from collections import Counter
+from datetime import date
 from decimal import ROUND_UP, Decimal
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +20,7 @@ from pydantic import Field
 from microtuning_core.domain.catalog import CATALOG, InstanceType, find
 from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem
 from microtuning_core.domain.failures import NO_ROOM, AttemptSummary, FailureClass, no_room_streak
+from microtuning_core.domain.prices import ListedPrice, priced
 from microtuning_core.domain.record import UsdAmount, Value
 from microtuning_core.domain.warm_pools import keep_alive_s
 
@@ -83,6 +85,7 @@ class PlanRequest(Value):
     expected_s: how long it will train, where somebody knows.
     spent_usd: what earlier attempts cost; the budget covers them too.
     most_gpus: GPUs by family that its tenant may use at a time; a family that is not named has no limit.
+    prices: by type, where they are newer than the catalog's.
     """
 
     model: ModelShape | None
@@ -106,6 +109,7 @@ class PlanRequest(Value):
     checkpoint_every_steps: int | None = Field(None, ge=1)
     expected_s: int | None = Field(None, ge=0)
     most_gpus: dict[str, int] = Field(default_factory=dict)
+    prices: dict[str, ListedPrice] = Field(default_factory=dict)
 
 
 class Plan(Value):
@@ -120,6 +124,9 @@ class Plan(Value):
     micro_batch_size: int | None
     max_runtime_s: int
     price_usd_per_hour: UsdAmount
+    price_source: str | None = None
+    price_as_of: date | None = None
+    price_region: str = "us-east-1"
     keep_alive_s: int = 0
     notices: tuple[str, ...] = ()
 
@@ -270,6 +277,9 @@ def _plan(request: PlanRequest, row: InstanceType, spot: bool) -> Plan:
         micro_batch_size=_largest_micro_batch(request, row),
         max_runtime_s=_runtime_s(request, row),
         price_usd_per_hour=row.price_usd_per_hour,
+        price_source=row.price_source,
+        price_as_of=row.price_as_of,
+        price_region=row.price_region,
         keep_alive_s=keep_alive_s(request.recovery, spot=spot),
         notices=_notices(request, row),
     )
@@ -277,13 +287,13 @@ def _plan(request: PlanRequest, row: InstanceType, spot: bool) -> Plan:
 
 def _fitting_rows(request: PlanRequest, *, above_gib: int = 0) -> list[InstanceType]:
     """The types that may be used and fit, in the order to try them; only those with more memory than `above_gib`."""
-    named = [find(name) for name in (request.instance, *request.fallbacks) if name != "auto"]
+    named = [priced(find(name), request.prices) for name in (request.instance, *request.fallbacks) if name != "auto"]
     found = _automatic_rows(request, above_gib) if request.instance == "auto" else []
     for row in named:
         if row not in found and row.memory_for_training_gib > above_gib and _may_hold(request, row):
             found.append(row)
     if not found:
-        raise _nothing_fits(request, list(CATALOG.values()) if request.instance == "auto" else named, above_gib)
+        raise _nothing_fits(request, _catalog(request) if request.instance == "auto" else named, above_gib)
     allowed = [row for row in found if _may_have_gpus(request, row)]
     if not allowed:
         raise _too_many_gpus(request, found)
@@ -304,13 +314,18 @@ def _too_many_gpus(request: PlanRequest, rows: Sequence[InstanceType]) -> Invali
 
 
 def _automatic_rows(request: PlanRequest, above_gib: int) -> list[InstanceType]:
-    suitable = [row for row in CATALOG.values() if row.memory_for_training_gib > above_gib and _suits(request, row)]
+    suitable = [row for row in _catalog(request) if row.memory_for_training_gib > above_gib and _suits(request, row)]
     cheapest_first = sorted(suitable, key=lambda row: (row.price_usd_per_hour, row.instance_type))
     return [
         row
         for row in cheapest_first
         if row.price_usd_per_hour <= cheapest_first[0].price_usd_per_hour * DEAREST_TO_CHEAPEST
     ]
+
+
+def _catalog(request: PlanRequest) -> list[InstanceType]:
+    """Every type, at the newest price that is known."""
+    return [priced(row, request.prices) for row in CATALOG.values()]
 
 
 def _suits(request: PlanRequest, row: InstanceType) -> bool:

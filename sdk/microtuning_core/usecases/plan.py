@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+from microtuning_core.aws.objects import ObjectStore
 from microtuning_core.domain.budget import run_usd, too_dear
 from microtuning_core.domain.errors import BudgetExceeded, InvalidSpec, NothingFits, Problem, StaleRevision
 from microtuning_core.domain.failures import FailureClass
-from microtuning_core.domain.layout import config_prefix
+from microtuning_core.domain.layout import config_prefix, prices_key
 from microtuning_core.domain.names import job_name
 from microtuning_core.domain.planning import (
     TINY_DECODER,
@@ -20,6 +21,7 @@ from microtuning_core.domain.planning import (
     PlanRequest,
     choose_plan,
 )
+from microtuning_core.domain.prices import ListedPrice, PriceTable
 from microtuning_core.domain.reliability import mtbf_s
 from microtuning_core.domain.run import Attempt, AttemptPlan, Run, RunStatus
 from microtuning_core.domain.settle import fail_run, history, stop_run
@@ -106,7 +108,15 @@ def plan_document(run: Run, attempt: Attempt) -> dict[str, Any]:
 def plan_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:
     """What planning needs of a spec. InvalidSpec when the model's size cannot be told and no type is named."""
     others = [_shape_of(services, source) for source in frozen_sources(spec)]
-    return request_for(spec, _shape(services, spec), spent_usd, frozen=others)
+    request = request_for(spec, _shape(services, spec), spent_usd, frozen=others)
+    return request.model_copy(update={"prices": newest_prices(services.objects, services.names.region)})
+
+
+def newest_prices(objects: ObjectStore, region: str) -> dict[str, ListedPrice]:
+    """What `microtuning prices refresh` has read for the region, by type; none where nobody asked it to."""
+    document = objects.read(prices_key(region))
+    table = PriceTable.model_validate_json(document) if document else None
+    return {each.instance_type: each for each in table.prices} if table else {}
 
 
 def limited_request(services: Services, spec: RunSpec, spent_usd: Decimal = Decimal(0)) -> PlanRequest:

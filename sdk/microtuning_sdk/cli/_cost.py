@@ -83,6 +83,8 @@ def _print_tables(found: Statement, by: str | None) -> None:
         print(f"saved by spot: {usd(view['saved_usd'])} USD")
     if view["utilisation"] is not None:
         print(f"utilisation: {100 * view['utilisation']:.1f} % of billed machine time made progress")
+    if view["stale_prices"]:
+        print(f"! old prices, see `microtuning prices refresh`: {', '.join(view['stale_prices'])}")
     for kind, price in view["usd_per_million_tokens"].items():
         print(f"a million tokens {kind}: {usd(price)} USD")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import metadata
 
-from microtuning_sdk.cli import _checkpoints, _cost, _doctor, _local, _run, _runs, _tenants
+from microtuning_sdk.cli import _checkpoints, _cost, _doctor, _local, _prices, _run, _runs, _tenants
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,6 +16,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"microtuning {metadata.version('microtuning')}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for group in (_run, _runs, _checkpoints, _cost, _tenants, _local, _doctor):
+    for group in (_run, _runs, _checkpoints, _cost, _prices, _tenants, _local, _doctor):
         group.add_parsers(verbs)
     return parser
