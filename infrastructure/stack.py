@@ -63,7 +63,7 @@ class MicrotuningStack(cdk.Stack):
             network.carries(functions.by_name["launch_training"])
             network.admits(roles)
         Workflow(self, parameters=parameters, queues=queues, functions=functions)
-        alarms = Alarms(self, key=encryption.key)
+        alarms = Alarms(self, parameters=parameters, key=encryption.key)
         encryption.cover_logs(self)
         cdk.CfnOutput(self, "AlarmTopicArn", value=alarms.topic.topic_arn)
         cdk.CfnOutput(self, "BucketName", value=sub(BUCKET))

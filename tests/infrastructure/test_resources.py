@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from infrastructure.alarms import ALARMS
+from infrastructure.alarms import ALARMS, SETTLING
 from microtuning_core.domain.mirror import LATE_MIRRORS
 
 if TYPE_CHECKING:
@@ -379,7 +379,9 @@ def test_every_task_has_one_catch_for_everything_and_waits_have_thirty_days() ->
 
 
 def test_an_alarm_watches_whether_checkpoints_reach_s3_by_the_metric_that_reconcile_writes(aws: Any) -> None:
-    (alarm,) = [each for each in aws.of_type("AWS::CloudWatch::Alarm").values() if each["MetricName"] == LATE_MIRRORS]
+    (alarm,) = [
+        each for each in aws.of_type("AWS::CloudWatch::Alarm").values() if each.get("MetricName") == LATE_MIRRORS
+    ]
     (reconcile,) = [each for each in aws.of_type("AWS::Lambda::Function").values() if "reconcile" in each["Handler"]]
     written = reconcile["Environment"]["Variables"]
     assert alarm["Namespace"] == written["POWERTOOLS_METRICS_NAMESPACE"]
@@ -399,8 +401,21 @@ def test_every_alarm_watches_something_that_is_there_and_tells_the_one_topic(aws
     for alarm in alarms:
         assert alarm["AlarmActions"] == [topic]
         assert alarm["TreatMissingData"] == "notBreaching"
-        (dimension,) = alarm["Dimensions"]
-        assert dimension["Value"] in there[dimension["Name"]]
+        metrics = [each["MetricStat"]["Metric"] for each in alarm.get("Metrics", []) if "MetricStat" in each]
+        dimensions = [each for metric in metrics or [alarm] for each in metric["Dimensions"]]
+        assert dimensions and all(each["Value"] in there[each["Name"]] for each in dimensions)
+
+
+def test_whoever_may_stop_a_run_for_its_budget_is_heard_by_the_alarm(aws: Any) -> None:
+    """Those that settle runs: they may ask SageMaker to stop a job."""
+    settles = {
+        function["Environment"]["Variables"]["POWERTOOLS_SERVICE_NAME"]
+        for function in aws.of_type("AWS::Lambda::Function").values()
+        for statement in aws.statements_of_role(function["Role"].removesuffix(".Arn"))
+        if "sagemaker:StopTrainingJob" in statement["Action"]
+    }
+    assert settles <= set(SETTLING)
+    assert len(SETTLING) <= 10
 
 
 def test_cloudwatch_may_speak_through_the_key_to_the_topic_and_logs_may_use_it(aws: Any) -> None:
