@@ -1,4 +1,4 @@
-"""ALARMS: what a person should hear of, inside CloudWatch's ten free alarms. Each name is a heading of docs/operations.md.
+"""ALARMS: what a person should hear of. Each name is a heading of docs/operations.md.
 
 All of them go to one SNS topic, microtuning-<stage>-alarms; who wants to hear subscribes to it (docs/operations.md).
 """
