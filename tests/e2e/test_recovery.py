@@ -107,3 +107,17 @@ def test_a_reclaimed_spot_machine_is_recovered_in_the_same_job_with_the_same_bit
     assert attempt.billed_s is not None
     assert attempt.training_s is not None
     assert attempt.billed_s < attempt.training_s
+
+
+def test_a_run_that_its_budget_stopped_ends_with_the_same_weights_after_a_raise(
+    stage: Stage, undisturbed: str, tmp_path: Path
+) -> None:
+    run = begun(stage, "over its budget", spot=False)
+    wait_for_step(run, 3)
+    run.raise_budget("0.000001")
+    stopped = run.wait(PATIENCE_S)
+    assert (stopped.status, (stopped.reason or "").startswith("budget: ")) == ("stopped", True)
+    assert stopped.attempts[0].checkpoint_step is not None
+    run.raise_budget(5)
+    assert weights_of(run, tmp_path) == undisturbed
+    assert [each.outcome for each in run.record.attempts] == ["stopped", "completed"]

@@ -141,6 +141,9 @@ class StageUnderTest:
         return self.when(run_id, lambda run: run.is_final, timeout_s)
 
     def ended_and_paid(self, run_id: str) -> Run:
+        """Also for its executions, of whose end no event tells where it was a good one: a tick counts them."""
+        self.execution_ended(self.ended(run_id).execution)
+        local.tick()
         return self.when(run_id, lambda run: run.is_final and run.costs_are_final)
 
     def training(self, run_id: str) -> Run:

@@ -169,7 +169,7 @@ class Stage(RuleBasedStateMachine):
         self.cloud.jobs.save(name, self.step)
 
     def _end(self, name: str, how: str) -> None:
-        if self.cloud.jobs.made[name].started_at and how in ("lost", "spot gone"):
+        if self.cloud.jobs.made[name].started_at and how in ("lost", "spot gone", "no capacity"):
             self._save(name)  # three billed attempts without a newer checkpoint would be the end
         self.cloud.jobs.end(name, how)
 
