@@ -149,6 +149,7 @@ def test_wherever_a_line_is_cut_after_its_class_the_class_is_kept():
         ("AlgorithmError: , exit code: 143", FC.PLATFORM),
         ("AlgorithmError: ValueError: bad column, exit code: 1", FC.USER),
         ("ClientError: Data download failed: no such key", FC.USER),
+        ("ClientError: Checkpoint download failed: An error occurred (404): Not Found", FC.PLATFORM),
         ("CapacityError: Unable to provision requested ML compute capacity.", FC.CAPACITY),
         ("InternalServerError: We encountered an internal error. Please try again.", FC.PLATFORM),
         ("A sentence nobody has seen before", FC.UNKNOWN),

@@ -22,7 +22,7 @@ from microtuning_core.domain.errors import NotYetWhole, StaleRevision
 from microtuning_core.domain.job import JobFacts
 from microtuning_core.domain.layout import CheckpointKey, step_prefix
 from microtuning_core.domain.names import StackNames, parse_job_name
-from microtuning_core.domain.run import Attempt, CheckpointRef, Run, RunStatus, new_run
+from microtuning_core.domain.run import Attempt, CheckpointRef, Metered, Run, RunStatus, new_run
 from microtuning_core.domain.spec_checks import parse_spec
 from microtuning_core.usecases import checkpoint
 from microtuning_core.usecases.checkpoint import prune
@@ -223,6 +223,15 @@ def test_the_checkpoint_that_a_run_is_at_is_never_pruned():
     stage = checkpointed(1, 2, 3, 4, at=1)
     prune(stage, stage.runs.run)
     assert sorted(stage.runs.steps) == [1, 3, 4]
+
+
+def test_nothing_is_pruned_while_a_job_may_be_fetching_it():
+    stage = checkpointed(1, 2, 3, at=3)
+    stage.runs.run = stage.runs.run.with_(attempts=(attempt(outcome="failed"), attempt()))
+    prune(stage, stage.runs.run)
+    assert stage.runs.steps == [1, 2, 3]
+    prune(stage, stage.runs.run.with_current(metered=Metered()))
+    assert stage.runs.steps == [2, 3]
 
 
 def test_step_1_is_not_also_step_10():

@@ -109,6 +109,8 @@ _REASON_PREFIXES: tuple[tuple[str, FailureClass], ...] = (
     ("InternalServerError", FailureClass.PLATFORM),
     ("ResourceLimitExceeded", FailureClass.QUOTA),
     ("ThrottlingException", FailureClass.THROTTLED),
+    # Objects went away under a job that listed them a moment before: they are of ours and not of the user's.
+    ("ClientError: Checkpoint download failed", FailureClass.PLATFORM),
     ("ClientError", FailureClass.USER),
 )
 

@@ -250,6 +250,11 @@ class Run(Record):
     def current(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def is_being_restored(self) -> bool:
+        """Whether its newest attempt has begun, or is about to, and its container has not yet given a sign."""
+        return self.current is not None and not self.current.is_settled and self.current.metered is None
+
     def wants_job(self, number: int) -> bool:
         """Whether it goes on with the job of that attempt: its newest, not settled, and nobody asked it to end."""
         current = self.current

@@ -89,7 +89,13 @@ def _hashed_bytes(services: Services, prefix: str, manifest: CheckpointManifest)
 
 
 def prune(services: Services, run: Run) -> None:
-    """Removes what the spec does not want kept of the current lineage, and nothing that the run is at or goes back to."""
+    """Removes what the spec does not want kept of the current lineage, and nothing that the run is at or goes back to.
+
+    While a job fetches the checkpoints nothing goes: it would miss an object that it has seen a moment before. The first
+    sign of its container makes up for it.
+    """
+    if run.is_being_restored:
+        return
     registered = [each for each in services.runs.checkpoints(run.run_id) if each.lineage == run.lineage]
     wanted = (run.last_checkpoint, run.rollback_to)
     in_use = {each.step for each in wanted if each and each.lineage == run.lineage}
@@ -112,13 +118,18 @@ def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
     if progress is None:
         return []
     found: list[Recovery] = []
+    was_being_restored = False
 
     def heard(run: Run) -> Run:
+        nonlocal was_being_restored
+        was_being_restored = run.is_being_restored
         after = with_progress(run, progress)
         found[:] = newly_complete(run, after)
         return after
 
-    services.runs.update(key.run_id, heard)
+    run = services.runs.update(key.run_id, heard)
+    if was_being_restored:
+        prune(services, run)
     return found
 
 
