@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from microtuning_core.domain.budget import STOPS, WARNINGS
 from microtuning_core.domain.recovery import STAGES
 from microtuning_core.domain.run import Recovery
 from microtuning_core.usecases.reconciling import Tick
@@ -19,6 +21,7 @@ CONTEXT = SimpleNamespace(
     invoked_function_arn="arn:aws:lambda:us-east-1:000000000000:function:f",
     aws_request_id="1",
 )
+COUNTS: Counter[str] = Counter()  # what use cases counted
 PROGRESS_KEY = "tenants/acme/runs/acme-sort-0a1b2c3d4e5f/checkpoints/l01/progress.json"
 
 
@@ -26,6 +29,7 @@ PROGRESS_KEY = "tenants/acme/runs/acme-sort-0a1b2c3d4e5f/checkpoints/l01/progres
 def counting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("POWERTOOLS_METRICS_NAMESPACE", "microtuning-prod")
     monkeypatch.setenv("POWERTOOLS_SERVICE_NAME", "on_checkpoint")
+    monkeypatch.setattr("functions._entry.services", lambda: SimpleNamespace(counts=COUNTS))
     return monkeypatch
 
 
@@ -76,3 +80,29 @@ def test_a_tick_counts_late_mirrors_and_the_age_of_the_oldest_checkpoint(
     metrics = emitted(capsys.readouterr().out)
     assert (metrics["OpenRuns"], metrics["LateMirrors"]) == (([2.0], "Count"), ([1.0], "Count"))
     assert metrics.get("OldestCheckpointAge") == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_use_case_counted_leaves_with_the_function_that_did_it_once_also_if_it_then_fails(
+    fails: bool, counting: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from functions import reconcile
+
+    def ticks(_services: Any) -> Tick:
+        COUNTS.update({STOPS: 2, WARNINGS: 1})
+        if fails:
+            raise ExceptionGroup("some runs could not be reconciled", [ValueError()])
+        return Tick()
+
+    counting.setattr(reconcile, "services", lambda: None)
+    counting.setattr(reconcile, "reconcile", ticks)
+    try:
+        reconcile.handler({}, CONTEXT)  # type: ignore[arg-type]
+    except ExceptionGroup:
+        assert fails
+    metrics = emitted(capsys.readouterr().out)
+    assert (metrics["BudgetStops"], metrics["BudgetWarnings"], COUNTS) == (
+        ([2.0], "Count"),
+        ([1.0], "Count"),
+        Counter(),
+    )
