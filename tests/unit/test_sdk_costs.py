@@ -70,6 +70,18 @@ def test_a_table_shows_four_decimals_and_says_what_spot_saved(spent: Statement, 
     assert "0.00095" not in text
 
 
+def test_a_spot_attempt_whose_bill_is_not_known_shows_what_it_costs_at_most(monkeypatch: Any, capsys: Any) -> None:
+    ended = JobFacts(
+        f"prod-{RUN_ID}-a001", "Completed", "Completed", NOON, started_at=NOON, ended_at=NOON + timedelta(seconds=90),
+        instance_type="ml.m5.large", spot=True,
+    )  # fmt: skip
+    price = UnitPrice(Decimal("0.115"), "a list", date(2026, 1, 1))
+    found = statement(stage(), attempt_entries(CostRef("acme", RUN_ID, 1), ended, price, NOON))
+    monkeypatch.setattr(_cost, "statement_of", lambda _: found)
+    (line,) = [line for line in shown(capsys).splitlines() if "compute" in line]
+    assert line.split()[-5:] == ["0.0029", "at", "most,", "until", "billed"]
+
+
 def test_json_keeps_every_decimal_and_its_old_keys(spent: Statement, capsys: Any) -> None:
     document = json.loads(shown(capsys, "--json"))
     assert document == json.loads(shown(capsys, "--format", "json"))

@@ -35,6 +35,7 @@ from microtuning_sdk._follow import _show
 from microtuning_sdk._logs import LogLine, metrics_in
 from microtuning_sdk._run import _reason
 from microtuning_sdk._submit import run_id_in
+from microtuning_sdk.cli._runs import _cost_in_short
 
 RUN_ID = "default-sort-digits-0z3k8q5m1c7t"
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -94,8 +95,8 @@ def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
     checkpoint = Checkpoint(1, 40, "s3://bucket/step-40/", True, {}, "2026-01-02T03:05:05+00:00")
     view = json.loads(json.dumps(_views.run_view(run, [checkpoint], [an_entry()], "arn:execution")))
     assert list(view) == [
-        "run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at", "mirror_late_since",
-        "metrics", "cost", "execution_arn",
+        "run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at",
+        "mirror_late_since", "metrics", "cost", "execution_arn",
     ]  # fmt: skip
     assert view["recoveries"] == [
         {
@@ -155,6 +156,8 @@ def test_what_a_run_costs_at_most_takes_billed_seconds_where_they_are_known_and_
     assert (cost["amount_usd"], cost["at_most_usd"], cost["budget_usd"]) == ("0.00115", "0.1725", "2")
     over = a_run(attempts=(settled,), status=RunStatus.FAILED, executions_costed=1)
     assert _views.run_cost_view(over, [an_entry()], now)["at_most_usd"] == "0.00115"
+    assert _cost_in_short(cost) == "cost: 0.0012 USD (estimate, at most 0.1725); budget: 2.0000 USD"
+    assert _cost_in_short(_views.run_cost_view(over, [an_entry()], now)) == "cost: 0.0012 USD (final)"
 
 
 def test_the_moving_line_says_step_reward_accuracy_speed_and_cost() -> None:

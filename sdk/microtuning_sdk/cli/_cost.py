@@ -92,7 +92,9 @@ def _print_tables(found: Statement, by: str | None) -> None:
 def _cells(entry: LedgerEntry) -> list[object]:
     number = entry.attempt or f"e{entry.execution}"
     amount = shown(entry.amount_usd)
-    return [entry.run_id, number, entry.line, entry.day, entry.instance_type, entry.billed_s, amount, entry.state]
+    # Spot is billed for less time than it takes, and how much less is told at its end.
+    state = "at most, until billed" if entry.spot and entry.state == "estimate" else entry.state
+    return [entry.run_id, number, entry.line, entry.day, entry.instance_type, entry.billed_s, amount, state]
 
 
 def _group_cells(view: dict[str, Any]) -> Sequence[object]:
