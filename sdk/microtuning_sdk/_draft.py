@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,9 +102,17 @@ def draft(
     reward_models = frozen_sources(spec)[1 if teacher.uri else 0 :]
     shapes = [teacher.shape, *(_shape_of(stage, tenant, uri, folder) for uri in reward_models)]
     request = request_for(spec, model.shape, frozen=shapes)
-    request = request.model_copy(update={"prices": newest_prices(stage.objects, stage.names.region)})
     unique = tuple({each.key: each for each in parcels}.values())
     return Draft(spec, unique, rows, code, model.folder, request, _plan(request))
+
+
+def at_newest_prices(stage: Stage, ready: Draft) -> Draft:
+    """The draft planned with the prices that the stage itself would plan with; asks the stage for them."""
+    prices = newest_prices(stage.objects, stage.names.region)
+    if not prices:
+        return ready
+    request = ready.request.model_copy(update={"prices": prices})
+    return replace(ready, request=request, plan=_plan(request))
 
 
 def _with_lists(document: Document) -> Document:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from microtuning_core.domain.errors import InvalidData
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
-from microtuning_sdk._draft import Document, Draft, draft
+from microtuning_sdk._draft import Document, Draft, at_newest_prices, draft
+from microtuning_sdk._estimates import estimates, past_samples
 from microtuning_sdk._gym import DEFAULT_ROWS, gym_rows
 from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._preflight import preflight, shown
@@ -20,6 +21,7 @@ from microtuning_sdk._submit import submit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from microtuning_core.domain.calibration import Estimate
     from microtuning_core.domain.spec import RunSpec
     from microtuning_sdk._code import CodePackage
     from microtuning_sdk._inputs import Data
@@ -69,7 +71,7 @@ class Trainer:
         ready = self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps)
         with one_interrupt():
             if preflight:
-                _looked_at(ready)
+                _looked_at(stage, ready)
             started = submit(stage, ready, _say)
             run = Run(started.run_id, stage)
             if started.interrupted:
@@ -94,10 +96,29 @@ class Trainer:
 
         preflight: also say what would go wrong or waste money, as fit() does; that takes seconds.
         """
-        ready = self._draft(self._connected(), train_data, eval_data, epochs, batch_size, max_steps)
+        stage = self._connected()
+        ready = self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps)
         if preflight:
-            _looked_at(ready)
+            _looked_at(stage, ready)
         return ready.spec
+
+    def estimate(
+        self,
+        train_data: Data | int | None = None,
+        eval_data: Data | int | None = None,
+        *,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        max_steps: int | None = None,
+    ) -> tuple[Estimate, ...]:
+        """How long fit() would take and what it would cost: on the machine it would choose, and on the two next best.
+
+        By what past attempts of the same model family and type measured, where there are any; each with its range. Empty
+        where nobody can tell how much work it is (a script, a loop of your own). Nothing is uploaded, nothing starts.
+        """
+        stage = self._connected()
+        ready = at_newest_prices(stage, self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps))
+        return estimates(ready, past_samples(stage, ready.spec.tenant))
 
     def spec(
         self,
@@ -151,9 +172,9 @@ class Trainer:
         return gym_rows(task, count, seed=int(self._base.get("seed", 0)), held_out=held_out)
 
 
-def _looked_at(ready: Draft) -> None:
+def _looked_at(stage: Stage, ready: Draft) -> None:
     """Says what preflight found; an error of the user's own code is raised."""
-    found = preflight(ready)
+    found = preflight(at_newest_prices(stage, ready), past_samples(stage, ready.spec.tenant))
     for line in shown(found):
         _say(line)
     found.raise_if_broken()

@@ -4,7 +4,7 @@
     reward      tried on 4 rows: 1.00 for the row's own answer, 0.00 for another's
     machine     ml.m5.large at 0.115 USD an hour, on-demand; about 1.6 GiB of 8 GiB
     recovery    cheap: on-demand at 0.115 USD an hour; a lost machine comes back when … Instead fast: …
-    time        roughly 1 min, 0.01 USD
+    time        25 steps; ml.m5.large: 1 min and 0.01 USD (0.01 to 0.02) on AWS, on demand; by 3 past attempts …
 
 Rows in tokens and tries of the user's code are found by `training_container.preflight` in a process of its own, with a time
 limit: nothing of torch, and no code of the user's, is loaded here.
@@ -29,21 +29,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from microtuning_core.domain.catalog import find
 from microtuning_core.domain.errors import RunWouldFail
-from microtuning_core.domain.estimates import Work, cost_usd, steps_of, training_s
 from microtuning_core.domain.planning import RUNTIME_GIB, memory_on
 from microtuning_core.domain.prices import is_stale
 from microtuning_core.domain.recovery_choice import choice_words
-from microtuning_core.domain.spec import POLICIES
+from microtuning_sdk._estimates import estimates, mark, shown_estimate, shown_time, spread, work_of
 
 if TYPE_CHECKING:
-    from microtuning_core.domain.datasets import Row
-    from microtuning_core.domain.spec import RunSpec
+    from microtuning_core.domain.calibration import Sample
     from microtuning_sdk._draft import Draft
 
-MEASURED_ROWS = 2000
 LIMIT_S = 120.0
 _ROWS_COMPARED = 200_000
-_CHARACTERS_A_TOKEN = 4
 _CONTAINER = "training_container"
 
 
@@ -71,9 +67,12 @@ class Preflight:
         return [asdict(each) for each in self.findings]
 
 
-def preflight(ready: Draft) -> Preflight:
-    """Everything that can be told of this run before it starts. Nothing is uploaded."""
-    found = [*_about_rows(ready), *_from_container(ready), *_about_machine(ready)]
+def preflight(ready: Draft, past: Sequence[Sample] = ()) -> Preflight:
+    """Everything that can be told of this run before it starts. Nothing is uploaded.
+
+    past: what earlier runs measured (_estimates.past_samples).
+    """
+    found = [*_about_rows(ready), *_from_container(ready), *_about_machine(ready, past)]
     return Preflight(tuple(found))
 
 
@@ -91,7 +90,7 @@ def shown(found: Preflight) -> Iterator[str]:
 
 def _about_rows(ready: Draft) -> Iterator[Finding]:
     """Rows that are there twice, and held-out rows that are trained on."""
-    seen = {field: Counter(map(_mark, rows[:_ROWS_COMPARED])) for field, rows in ready.rows.items()}
+    seen = {field: Counter(map(mark, rows[:_ROWS_COMPARED])) for field, rows in ready.rows.items()}
     train, held_out = seen.get("data.train", Counter()), seen.get("data.eval", Counter())
     repeated = sum(count - 1 for count in train.values())
     if train and repeated > 0.01 * sum(train.values()):
@@ -105,10 +104,6 @@ def _about_rows(ready: Draft) -> Iterator[Finding]:
             f"{shared:,} of {sum(held_out.values()):,} held-out rows are trained on, and measure what was learned by heart",
             "Hold out other rows.",
         )  # fmt: skip
-
-
-def _mark(row: Row) -> str:
-    return json.dumps(row.values, sort_keys=True, ensure_ascii=False)
 
 
 # --- what the container finds ----------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ def _from_container(ready: Draft) -> list[Finding]:
 def _write_request(folder: Path, ready: Draft) -> None:
     names = {field: f"{field}.jsonl" for field in ready.rows}
     for field, name in names.items():
-        kept = _spread(ready.rows[field])
+        kept = spread(ready.rows[field])
         lines = (json.dumps({"values": each.values, "file": each.file, "line": each.line}) for each in kept)
         (folder / name).write_text("\n".join(lines), "utf-8")
     request = {
@@ -144,12 +139,6 @@ def _write_request(folder: Path, ready: Draft) -> None:
     if ready.code is not None:
         with zipfile.ZipFile(io.BytesIO(ready.code.archive)) as archive:
             archive.extractall(folder / "code")
-
-
-def _spread(rows: Sequence[Row]) -> list[Row]:
-    """At most MEASURED_ROWS, from everywhere in the data."""
-    step = -(-len(rows) // MEASURED_ROWS) or 1
-    return list(rows[::step])
 
 
 def _asked(folder: Path) -> str:
@@ -180,7 +169,7 @@ def _asked(folder: Path) -> str:
 # --- machine, time and money -----------------------------------------------------------------------------------------
 
 
-def _about_machine(ready: Draft) -> Iterator[Finding]:
+def _about_machine(ready: Draft, past: Sequence[Sample]) -> Iterator[Finding]:
     plan, machine = ready.plan, find(ready.plan.instance_type)
     need = memory_on(ready.request, plan)
     memory = f"; about {need.total_gib + RUNTIME_GIB:.1f} of {machine.memory_for_training_gib} GiB" if need else ""
@@ -193,62 +182,26 @@ def _about_machine(ready: Draft) -> Iterator[Finding]:
         yield Finding("note", "machine", f"its price is of {plan.price_as_of}", "See `microtuning prices refresh`.")
     yield from (Finding("note", "machine", notice) for notice in plan.notices)
     yield Finding("ok", "recovery", choice_words(ready.request, plan))
-    yield from _about_time(ready)
+    yield from _about_time(ready, past)
 
 
-def _about_time(ready: Draft) -> Iterator[Finding]:
-    work, machine = _work_of(ready), find(ready.plan.instance_type)
-    if work is None or ready.request.model is None:
+def _about_time(ready: Draft, past: Sequence[Sample]) -> Iterator[Finding]:
+    """Of the chosen machine and the next best ones; warnings about the chosen one alone."""
+    found, work = estimates(ready, past), work_of(ready)
+    if not found or work is None:
         return
-    count = ready.plan.count
-    seconds = training_s(ready.request.model, ready.request.adapter, machine, work, count=count)
-    cost = cost_usd(seconds, machine, count=count)
-    yield Finding(
-        "ok", "time", f"{work.steps:,} steps, roughly {_shown_time(seconds)} and {cost:.2f} USD on AWS "
-        "(a first guess; it may be a third of it, or three times as much)",
-    )  # fmt: skip
-    if ready.spec.budget_usd is not None and cost > ready.spec.budget_usd:
+    yield Finding("ok", "time", f"{work.steps:,} steps; {shown_estimate(found[0])}")
+    yield from (Finding("ok", "instead", shown_estimate(each)) for each in found[1:])
+    chosen, budget = found[0], ready.spec.budget_usd
+    if budget is not None and chosen.usd > budget:
         yield Finding(
-            "warning", "time", f"the guess is over the budget of {ready.spec.budget_usd} USD, which would end the run",
+            "warning", "time", f"the estimate is over the budget of {budget} USD, which would end the run",
             "Raise budget_usd, or do less: fewer epochs, max_train_steps.",
         )  # fmt: skip
-    if seconds > ready.plan.max_runtime_s:
+    elif budget is not None and chosen.high_usd > budget:
+        yield Finding("note", "time", f"at the upper end of the range the budget of {budget} USD would end the run")
+    if chosen.seconds > ready.plan.max_runtime_s:
         yield Finding(
-            "warning", "time", f"the guess is over the longest run time of {_shown_time(ready.plan.max_runtime_s)}",
+            "warning", "time", f"the estimate is over the longest run time of {shown_time(ready.plan.max_runtime_s)}",
             "Raise compute.max_runtime_s, or do less.",
         )  # fmt: skip
-
-
-def _work_of(ready: Draft) -> Work | None:
-    """Steps from the rows; tokens from their characters, which is enough for a guess."""
-    algorithm, rows = ready.spec.algorithm, ready.rows.get("data.train", [])
-    if algorithm.type == "script" or algorithm.type == "custom" or not rows:
-        return None
-    a_token = 1 if ready.spec.model.arch else _CHARACTERS_A_TOKEN
-    some = _spread(rows)
-    tokens = min(sum(len(_mark(row)) for row in some) / len(some) / a_token, algorithm.max_length)
-    if isinstance(algorithm, POLICIES) or algorithm.type == "distillation":
-        return _work_of_drawing(ready.spec, algorithm, len(rows), tokens)
-    answers = len(rows) * (2 if algorithm.type == "kto" and "chosen" in rows[0].values else 1)  # a pair is one of each
-    steps = steps_of(answers, algorithm.batch_size, algorithm.epochs, algorithm.max_train_steps)
-    return Work(steps=steps, tokens_a_step=algorithm.batch_size * tokens)
-
-
-def _work_of_drawing(spec: RunSpec, algorithm: Any, rows: int, prompt_tokens: float) -> Work:
-    """Half of what a completion may have is what it has."""
-    minibatches, passes = getattr(algorithm, "minibatches", 1), getattr(algorithm, "passes", 1)
-    groups = algorithm.batch_size // algorithm.group_size * minibatches
-    drawn = algorithm.max_completion_tokens * (spec.environment.max_steps if algorithm.type == "multi_turn" else 1)
-    return Work(
-        steps=steps_of(rows, groups, algorithm.epochs, algorithm.max_train_steps, updates=minibatches * passes),
-        tokens_a_step=algorithm.batch_size * (prompt_tokens + drawn / 2),
-        drawn_positions=drawn,
-        minibatches=minibatches,
-        passes=passes,
-    )
-
-
-def _shown_time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

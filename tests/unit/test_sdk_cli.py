@@ -54,7 +54,8 @@ VERBS = [
 
 # SDK verb -> CLI verb
 SAME_VERB = {
-    "fit": "run", "check": "check", "wait": "runs wait", "logs": "runs logs", "cancel": "runs cancel", "view": "runs show",
+    "fit": "run", "check": "check", "estimate": "check", "wait": "runs wait", "logs": "runs logs",
+    "cancel": "runs cancel", "view": "runs show",
     "checkpoints": "checkpoints", "cost": "cost", "rollback": "runs rollback", "fork": "runs fork", "pin": "runs pin",
     "rollouts": "runs rollouts", "raise_budget": "runs budget",
 }  # fmt: skip
@@ -92,10 +93,10 @@ def test_every_option_and_argument_has_a_help_text() -> None:
 
 def test_a_verb_of_the_sdk_is_a_verb_of_the_cli_and_has_a_heading() -> None:
     methods = {name for name, value in vars(Run).items() if callable(value) and not name.startswith("_")}
-    assert methods | {"fit", "check", "spec"} == set(SAME_VERB) | ONLY_IN_PYTHON
+    assert methods | {"fit", "check", "estimate", "spec"} == set(SAME_VERB) | ONLY_IN_PYTHON
     assert set(SAME_VERB.values()) <= set(VERBS)
     headings = re.findall(r"^### `(?:run|trainer)\.(\w+)", (DOCS / "sdk.md").read_text("utf-8"), re.MULTILINE)
-    assert set(headings) >= methods | {"fit", "check", "spec"}
+    assert set(headings) >= methods | {"fit", "check", "estimate", "spec"}
 
 
 @pytest.mark.parametrize(

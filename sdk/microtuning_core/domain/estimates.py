@@ -21,7 +21,7 @@ _GPU_SPEED = {"T4": 3e12, "A10G": 2e13, "L4": 2e13, "A100-40GB": 1e14, "A100-80G
 _VCPU_SPEED = 1.5e10
 _STEP_OVERHEAD_S = 0.03
 _TOKEN_OVERHEAD_S = {True: 0.02, False: 0.003}  # of one position drawn for all completions, with a GPU and without
-_START_S = 240  # until a machine of AWS has fetched the image and the data
+START_S = 240  # until a machine of AWS has fetched the image and the data
 
 
 class Work(Value):
@@ -57,7 +57,7 @@ def training_s(model: ModelShape, adapter: str, machine: InstanceType, work: Wor
 
 def billed_s(seconds: float) -> float:
     """What AWS bills: the start, too."""
-    return seconds + _START_S
+    return seconds + START_S
 
 
 def cost_usd(seconds: float, machine: InstanceType, *, count: int = 1) -> Decimal:

@@ -10,7 +10,8 @@ from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
-from microtuning_sdk._draft import Draft, draft
+from microtuning_sdk._draft import Draft, at_newest_prices, draft
+from microtuning_sdk._estimates import estimate_view, estimates, past_samples
 from microtuning_sdk._preflight import preflight, shown
 from microtuning_sdk._run import Run
 from microtuning_sdk._submit import submit
@@ -35,7 +36,7 @@ def run_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
     ready = read_draft(stage, arguments.spec)
     if not arguments.no_preflight:
-        found = preflight(ready)
+        found = preflight(at_newest_prices(stage, ready), past_samples(stage, ready.spec.tenant))
         for line in shown(found):
             _say(line)
         found.raise_if_broken()
@@ -52,11 +53,18 @@ def run_spec(arguments: argparse.Namespace) -> int:
 
 def check_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
-    ready = read_draft(stage, arguments.spec)
-    found, uploads = preflight(ready), [each.key for each in ready.parcels]
+    ready = at_newest_prices(stage, read_draft(stage, arguments.spec))
+    past = past_samples(stage, ready.spec.tenant)
+    found, uploads = preflight(ready, past), [each.key for each in ready.parcels]
     if arguments.json:
         print_json(
-            {"name": ready.spec.name, "tenant": ready.spec.tenant, "uploads": uploads, "findings": found.as_json()}
+            {
+                "name": ready.spec.name,
+                "tenant": ready.spec.tenant,
+                "uploads": uploads,
+                "findings": found.as_json(),
+                "estimates": [estimate_view(each) for each in estimates(ready, past)],
+            }
         )
     else:
         print(f"{arguments.spec} is valid: {ready.spec.name!r} for tenant {ready.spec.tenant!r}")
