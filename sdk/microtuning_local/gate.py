@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     App = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 _FROM_A_BROWSER = (b"origin", b"sec-fetch-site")
+_OPEN = ("/_ministack/health", "/_ministack/ready")
 _LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
@@ -24,7 +25,7 @@ def gated(app: App) -> App:
     """The ASGI app with the gate before it."""
 
     async def enter(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or is_local_program(scope.get("headers", [])):
+        if scope["type"] == "lifespan" or (is_local_program(scope.get("headers", [])) and is_open(scope["path"])):
             await app(scope, receive, send)
         elif scope["type"] == "http":
             await _refuse(send)
@@ -32,6 +33,12 @@ def gated(app: App) -> App:
             await send({"type": "websocket.close", "code": 1008})
 
     return enter
+
+
+def is_open(path: str) -> bool:
+    """Everything but ministack's own administration, which needs no key and could empty the cloud."""
+    own = "/_ministack", "/_localstack"
+    return path in _OPEN or not path.lower().startswith(own)
 
 
 def is_local_program(headers: list[tuple[bytes, bytes]]) -> bool:

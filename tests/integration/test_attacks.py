@@ -205,6 +205,13 @@ def test_only_programs_on_this_machine_are_answered(trick: str, server: str, por
         assert "access-control-allow-origin" not in headers
 
 
+@pytest.mark.parametrize("path", ["reset", "config", "sqs/messages", "sns/sms-messages", "lambda-code/x", "RESET"])
+def test_the_emulators_own_administration_is_closed_to_everybody(path: str, ports: dict[str, int]) -> None:
+    for method in ("GET", "POST", "PUT"):
+        status, text, _ = asked(ports["emulator"], method, f"/_ministack/{path}", body=b"{}")
+        assert status == 403, text
+
+
 def test_a_page_cannot_even_ask_whether_it_may(ports: dict[str, int]) -> None:
     asks = {"Origin": "http://evil.example", "Access-Control-Request-Method": "PUT"}
     for port in ports.values():

@@ -52,6 +52,7 @@ def test_what_is_stopped_never_reaches_the_emulator(kind: str, sent: list[str]) 
         told.append(message)
 
     async def call(scope: dict[str, Any]) -> None:
+        scope = {"path": "/"} | scope
         await gated(emulator)(scope, None, send)
 
     asyncio.run(call({"type": kind, "headers": [HERE, (b"origin", b"http://evil.example")]}))
