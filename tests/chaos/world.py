@@ -202,8 +202,8 @@ class Struck:
         return next(pid for pid, parent in self.processes().items() if parent == first)
 
     def kill_machine(self) -> None:
-        """Every process of the job at once, as a power cut does it."""
-        with suppress(ProcessLookupError):
+        """Every process of the job at once, as a power cut does it; a job that ends by itself meanwhile has ended."""
+        with suppress(ProcessLookupError, StopIteration):
             os.killpg(self.supervisor(), signal.SIGKILL)
 
     def jobs(self) -> list[JobFacts]:
