@@ -6,6 +6,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -53,15 +54,25 @@ class Model:
     stage: Stage
 
     def download(self, folder: str | Path) -> Path:
-        """Unpacks the model into `folder`, which `AutoModelForCausalLM.from_pretrained` reads; returns the folder."""
+        """Unpacks the model into `folder`, which `AutoModelForCausalLM.from_pretrained` reads; returns the folder.
+
+        Raises:
+            MicrotuningError: the archive is broken, or would write or link outside the folder.
+        """
         target = Path(folder).expanduser()
         target.mkdir(parents=True, exist_ok=True)
         source = parse_s3_uri(self.uri)
         with tempfile.TemporaryFile() as packed:
             self.stage.s3.download_fileobj(source.bucket, source.key, packed)
             packed.seek(0)
-            with tarfile.open(fileobj=packed) as archive:
-                archive.extractall(target, filter="data")
+            try:
+                with tarfile.open(fileobj=packed) as archive:
+                    archive.extractall(target, filter="data")
+            except (tarfile.TarError, EOFError, zlib.error) as error:
+                raise MicrotuningError(
+                    f"The model at {self.uri} cannot be unpacked: {error}",
+                    next_step="Look at what the run left there; nothing of it was run.",
+                ) from error
         return target
 
 
@@ -266,7 +277,9 @@ class Run:
         arn = self.stage.names.execution_arn(run.execution)
         waits = run.status == RunStatus.QUEUED
         place = _views.place_of(run, self.stage.places(run.tenant)) if waits else None
-        return _views.run_view(run, self.checkpoints(), self._ledger_entries(run), arn, place)
+        return _views.run_view(
+            run, self.checkpoints(), self._ledger_entries(run), arn, place, self.stage.runs.events(run.run_id)
+        )
 
 
 def _reason(run: RunRecord) -> str:
