@@ -85,6 +85,9 @@ def others_refusals(declared: Sequence[str]) -> dict[str, Grant]:
         "never-list-declared-tenants": Grant(
             ("s3:ListBucket",), (BUCKET_ARN,), {"StringLike": {"s3:prefix": prefixes}}
         ),
+        "never-write-declared-tenants-logs": Grant(
+            ("logs:CreateLogStream", "logs:PutLogEvents"), tuple(map(log_streams_arn, declared))
+        ),
     }
 
 

@@ -143,7 +143,10 @@ def test_who_may_take_a_user_role_is_iams_to_say_or_the_configurations(aws: Any)
 
 
 @pytest.mark.parametrize("owner", ["default", "acme", "beta", "undeclared"])
-def test_the_shared_role_of_undeclared_tenants_reaches_nobody_who_is_declared(owner: str, emulated: Any) -> None:
+def test_the_shared_role_of_undeclared_tenants_reaches_nobody_who_is_declared(
+    owner: str, emulated: Any, raw: dict[str, Any]
+) -> None:
+    shared = deployed(raw)
     statements = emulated.statements_of_role(emulated.role("microtuning-local-job"))
     bucket = f"arn:aws:s3:::microtuning-local-{ACCOUNT}-{REGION}"
     own = f"{bucket}/tenants/{owner}"
@@ -154,6 +157,9 @@ def test_the_shared_role_of_undeclared_tenants_reaches_nobody_who_is_declared(ow
         Request("s3:ListBucket", bucket, {"s3:prefix": f"tenants/{owner}/runs/"}),
     ]
     assert {is_allowed(statements, each) for each in requests} == {owner == "undeclared"}
+    lines = Request("logs:PutLogEvents", f"{LOGS}:log-stream:local-{owner}-x-0a1b2c3d4e5f-a001/algo-1")
+    on_aws = shared.statements_of_role(shared.role("microtuning-local-job"))  # the emulator knows no streams
+    assert is_allowed(on_aws, lines) is (owner == "undeclared")
 
 
 def test_a_stage_without_others_has_no_shared_role(aws: Any) -> None:

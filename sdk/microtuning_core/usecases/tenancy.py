@@ -64,7 +64,8 @@ def queue_problems(services: Services, tenant: str) -> list[Problem]:
     others = [run_id for run_id in services.runs.open_run_ids(tenant) if run_id not in held]
     if len(others) < most:  # runs that are over but not paid for yet are among them: looked at only where it matters
         return []
-    waiting = sum(services.runs.get(run_id).status in _NOT_STARTED for run_id in others)
+    runs = filter(None, map(services.runs.find, others))
+    waiting = sum(run.status in _NOT_STARTED for run in runs)
     if waiting < most:
         return []
     message = f"{tenant} has {waiting} runs in the queue, and {most} may wait; submit again when one has started"
