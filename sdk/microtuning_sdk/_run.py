@@ -277,7 +277,9 @@ class Run:
         arn = self.stage.names.execution_arn(run.execution)
         waits = run.status == RunStatus.QUEUED
         place = _views.place_of(run, self.stage.places(run.tenant)) if waits else None
-        return _views.run_view(run, self.checkpoints(), self._ledger_entries(run), arn, place)
+        return _views.run_view(
+            run, self.checkpoints(), self._ledger_entries(run), arn, place, self.stage.runs.events(run.run_id)
+        )
 
 
 def _reason(run: RunRecord) -> str:

@@ -3,7 +3,7 @@
     runs list     {"runs": [{"run_id", "tenant", "name", "status", "reason", "place", "created_at",
                    "cost_usd"}]}
     runs show     {"run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at",
-                   "mirror_late_since", "metrics", "cost", "execution_arn"}
+                   "mirror_late_since", "metrics", "cost", "events": [{"at", "kind", "message"}], "execution_arn"}
     a recovery    {"cause", "at", "detect_ms", "decide_ms", "provision_ms", "restore_ms", "first_step_ms", "total_ms"}
     checkpoints   {"checkpoints": [{"lineage", "step", "uri", "whole"}]}
     a run's cost  {"amount_usd", "state", "at_most_usd", "budget_usd", "lines"}
@@ -61,7 +61,9 @@ def run_view(
     entries: Sequence[LedgerEntry],
     execution_arn: str,
     place: int | None = None,
+    events: Sequence[Mapping[str, Any]] = (),
 ) -> View:
+    """events: what happened, as the stage wrote it down for people, oldest first."""
     return {
         "run_id": run.run_id,
         "status": run.status.value,
@@ -77,6 +79,7 @@ def run_view(
             "last": run.metrics.last | run.metrics.eval_after,
         },
         "cost": run_cost_view(run, entries),
+        "events": [{key: event[key] for key in ("at", "kind", "message")} for event in events],
         "execution_arn": execution_arn,
     }
 

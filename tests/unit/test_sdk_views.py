@@ -93,11 +93,13 @@ def test_runs_show_has_exactly_its_keys_and_is_json() -> None:
         metrics=RunMetrics(first={"reward": 0.1}, last={"reward": 0.9}, eval_before={"eval_loss": 2.0}),
     )
     checkpoint = Checkpoint(1, 40, "s3://bucket/step-40/", True, {}, "2026-01-02T03:05:05+00:00")
-    view = json.loads(json.dumps(_views.run_view(run, [checkpoint], [an_entry()], "arn:execution")))
+    event = {"at": "2026-01-02T03:04:05Z", "kind": "planned", "message": "", "attempt": 1}
+    view = json.loads(json.dumps(_views.run_view(run, [checkpoint], [an_entry()], "arn:execution", None, [event])))
     assert list(view) == [
         "run_id", "status", "reason", "place", "attempts", "recoveries", "checkpoints", "checkpointed_at",
-        "mirror_late_since", "metrics", "cost", "execution_arn",
+        "mirror_late_since", "metrics", "cost", "events", "execution_arn",
     ]  # fmt: skip
+    assert view["events"] == [{"at": "2026-01-02T03:04:05Z", "kind": "planned", "message": ""}]
     assert view["recoveries"] == [
         {
             "cause": "worker killed", "at": "2026-01-02T03:04:05Z", "detect_ms": 10, "decide_ms": None,

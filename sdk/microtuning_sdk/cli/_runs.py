@@ -27,6 +27,12 @@ from microtuning_sdk.cli._common import (
 if TYPE_CHECKING:
     import argparse
 
+_WARNINGS = (
+    "budget_warning",
+    "budget_stop",
+    "no_warm_pool",
+    "model_not_registered",
+)  # events worth a line of their own
 _SHOWN = ("reward", "accuracy", "loss")
 
 
@@ -84,6 +90,9 @@ def show_run(arguments: argparse.Namespace) -> None:
     if view["mirror_late_since"]:
         print(f"  nothing has reached S3 since {view['mirror_late_since']}: SageMaker's mirror may have stopped")
     print(_cost_in_short(view["cost"]))
+    for event in view["events"]:
+        if event["kind"] in _WARNINGS:
+            print(f"! {event['at'][:19]}Z {event['message']}")
     print(f"execution: {view['execution_arn']}")
     return None
 
