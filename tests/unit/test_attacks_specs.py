@@ -130,7 +130,7 @@ def test_a_gzip_bomb_is_counted_to_its_limit_and_no_further() -> None:
 
 # A stage without a single object, as planning asks for one.
 NOTHING_THERE: Any = SimpleNamespace(
-    names=SimpleNamespace(bucket=BUCKET, stage="dev"),
+    names=SimpleNamespace(bucket=BUCKET, stage="dev", region="us-east-1"),
     objects=SimpleNamespace(read=lambda _key, at_most=None: None),
 )
 
