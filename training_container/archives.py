@@ -6,6 +6,7 @@ another program than the one that was packed. Here each is refused by its name.
 
 from __future__ import annotations
 
+import hashlib
 import stat
 import zipfile
 import zlib
@@ -19,6 +20,21 @@ MAX_BYTES = 2**30  # unpacked; fit() packs at most 50 MB, and a script's folder 
 _ENCRYPTED = 0x1
 _NO_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError)  # two members want one name
 _LONGEST_NAME = 255
+
+
+def check_sha256(archive: Path, expected: str) -> None:
+    """What runs is what was submitted.
+
+    Raises:
+        UserFailure: the archive is another one than the spec names.
+    """
+    with archive.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise UserFailure(
+            f"The code archive {archive.name} has the sha256 {found}, and code.sha256 in the spec is {expected}: it was "
+            "changed after the spec was written. Submit again."
+        )
 
 
 def unpack_zip(archive: Path, folder: Path) -> None:

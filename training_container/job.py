@@ -15,7 +15,7 @@ from microtuning_core.domain.record import Record, UsdAmount
 from microtuning_core.domain.reliability import ON_DEMAND_MTBF_S
 from microtuning_core.domain.spec import RunSpec
 
-from .archives import unpack_zip
+from .archives import check_sha256, unpack_zip
 from .failures import PlatformFailure
 from .paths import MlTree
 
@@ -83,14 +83,19 @@ def read_job(environment: Mapping[str, str]) -> Job:
     )
 
 
-def unpack_code(tree: MlTree) -> None:
-    """Put the `code` channel (one code.zip, or a folder) into the code folder, replacing what an earlier start left."""
+def unpack_code(tree: MlTree, sha256: str | None = None) -> None:
+    """Put the `code` channel (one code.zip, or a folder) into the code folder, replacing what an earlier start left.
+
+    sha256: of the archive, as the spec has it; None does not look.
+    """
     channel = tree.channel("code")
     if not channel.is_dir():
         return
     shutil.rmtree(tree.code, ignore_errors=True)
     archives = sorted(channel.glob("*.zip"))
     if archives:
+        if sha256:
+            check_sha256(archives[0], sha256)
         unpack_zip(archives[0], tree.code)
     else:
         shutil.copytree(channel, tree.code)

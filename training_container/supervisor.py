@@ -65,7 +65,7 @@ def main() -> int:
         tree.make_outputs()
         tree.failure.unlink(missing_ok=True)
         job = read_job(os.environ)
-        unpack_code(tree)
+        unpack_code(tree, job.spec.code.sha256 if job.spec.code else None)
         return supervisor.run_script(job) if job.algorithm.type == "script" else supervisor.run_workers(job)
     except Exception as error:
         write_failure(tree.failure, classify(error))

@@ -137,14 +137,23 @@ def test_two_members_of_one_name_are_the_users_to_mend(tree: MlTree) -> None:
         unpack_code(tree)
 
 
-def test_a_code_archive_ends_the_job_in_words(a_box: Box) -> None:
-    box = a_box()
+def test_an_archive_that_was_changed_after_the_spec_ends_the_job_in_words(a_box: Box) -> None:
+    box = a_box()  # whose spec names another sha256
     for path in box.tree.channel("code").iterdir():
         path.unlink()
-    a_zip(box.tree, ("../out.py", b""))
+    a_zip(box.tree, ("more.py", b""))
     assert box.supervise().returncode == 1
     assert box.failure["class"] == "user"
-    assert "'../out.py'" in box.failure["message"]
+    assert "was changed after the spec was written" in box.failure["message"]
+
+
+def test_the_archive_that_the_spec_names_is_taken(tree: MlTree) -> None:
+    a_zip(tree, ("more.py", b""))
+    path = tree.channel("code") / "code.zip"
+    unpack_code(tree, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert (tree.code / "more.py").is_file()
+    with pytest.raises(UserFailure, match=r"code\.sha256 in the spec is 0{64}"):
+        unpack_code(tree, "0" * 64)
 
 
 # --- pickles and remote code in models -------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import signal
 import subprocess
@@ -145,11 +147,13 @@ def test_at_opt_ml_itself_every_path_stays_as_it_is() -> None:
 
 
 def test_code_may_come_as_a_zip(a_box: Box) -> None:
-    box = a_box(**script(WRITES_WHAT_IT_SEES))
-    source = box.tree.channel("code") / "train.py"
-    with zipfile.ZipFile(box.tree.channel("code") / "code.zip", "w") as archive:
-        archive.write(source, "train.py")
-    source.unlink()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("train.py", WRITES_WHAT_IT_SEES)
+    code = {"uri": "s3://bucket/code.zip", "sha256": hashlib.sha256(packed.getvalue()).hexdigest()}
+    box = a_box(**script(WRITES_WHAT_IT_SEES), spec={"code": code})
+    (box.tree.channel("code") / "train.py").unlink()
+    (box.tree.channel("code") / "code.zip").write_bytes(packed.getvalue())
     assert box.supervise().returncode == 0
     assert seen_by(box)["argv"] == []
 
