@@ -354,7 +354,7 @@ def test_what_a_run_had_before_it_was_taken_up_again_is_given_back_and_what_it_h
     for life in (1, 0):  # the message of its earlier life comes late
         own_admissions.wait("acme-sort-0a1b2c3d4e5f", "acme", now, life=life)
     own_admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
-    assert own_admissions.grant(Limits(1), now) == ["acme-sort-0a1b2c3d4e5f"]
+    assert own_admissions.grant(Limits(1), now).run_ids == ["acme-sort-0a1b2c3d4e5f"]
     own_admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
     assert own_admissions.slots().lives == {"acme-sort-0a1b2c3d4e5f": 1}
     own_admissions.forget("acme-sort-0a1b2c3d4e5f", 1)
@@ -371,8 +371,8 @@ def test_slots_of_before_lives_were_counted_are_read_and_given_back(stage: Stage
         stage.client("dynamodb").put_item(TableName=table, Item=entry | waiting)
         admissions = AdmissionStore(stage.client("dynamodb"), table)
         admissions.forget("acme-sort-0a1b2c3d4e5f", 0)
-        assert admissions.grant(Limits(2), datetime.now(UTC)) == ["acme-sort-0a1b2c3d4e61"]
-        assert set(admissions.slots().held.values()) == {"acme"}
+        assert admissions.grant(Limits(2), datetime.now(UTC)).run_ids == ["acme-sort-0a1b2c3d4e61"]
+        assert {each.tenant for each in admissions.slots().held.values()} == {"acme"}
         admissions.release("acme-sort-0a1b2c3d4e60", 3)
         assert set(admissions.slots().held) == {"acme-sort-0a1b2c3d4e61"}
 

@@ -316,7 +316,7 @@ def test_a_run_whose_slot_was_given_by_a_function_that_then_died_is_woken_by_the
         stage.client("sqs").purge_queue(QueueUrl=stage.queue_url("admissions"))
     stage.services.runs.put_token(run_id, WaitingState("admit", message["token"], message["execution"]))
     admissions.wait(run_id, "default", datetime.now(UTC))
-    assert admissions.grant(stage.services.settings.limits, datetime.now(UTC)) == [run_id]
+    assert admissions.grant(stage.services.settings.limits, datetime.now(UTC)).run_ids == [run_id]
     local.tick()
     assert stage.ended(run_id).status == "completed"
 
