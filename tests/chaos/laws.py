@@ -104,6 +104,8 @@ def check_recoveries(run: Struck) -> None:
     record = run.record
     if record.status != "completed":
         return
+    if any(each.outcome == "failed" and each.checkpoint_step == STEPS for each in record.attempts):
+        return  # every step was saved before the machine went, and so there was no new one
     # The last sign of a short run may come after its end.
     whole = "every stage of the recoveries of " + run.name
     run.world.until(
