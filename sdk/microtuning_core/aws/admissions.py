@@ -4,8 +4,8 @@
     STAGE      SLOTS            revision, and `held`: run_id -> tenant, life, gpus
     STAGE      WAIT#<run_id>    tenant, since, not_before, life, gpus
     STAGE      TENANT#<t>       the tenant was seen here
-    LIMITS     <t>              limits that were changed since the stage was deployed
-    TENANT#t   STANDING         where the tenant stood at last, for its own people
+    LIMITS     <t>              see tenant_rows
+    TENANT#t   STANDING         see tenant_rows
 
 A slot is given by one transaction (slots at the revision that was read, waiting entry gone), so twenty racing admissions
 against five slots admit five.
@@ -16,24 +16,19 @@ it saw the run end, and what a later life has stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from botocore.exceptions import ClientError
 
 from microtuning_core.aws.errors import lost_condition
+from microtuning_core.aws.tenant_rows import TenantRows, unless_later
 from microtuning_core.domain.errors import StaleRevision
 from microtuning_core.domain.quota import Gpus, Holding, Limits, Waiting, grant, has_room
-from microtuning_core.domain.tenants import Standing, TenantLimits, merged
-
-if TYPE_CHECKING:
-    from mypy_boto3_dynamodb import DynamoDBClient
 
 _STAGE = {"S": "STAGE"}
-_LIMITS = {"S": "LIMITS"}
 _TRIES = 20
 
 
@@ -53,11 +48,7 @@ class Granted:
     waiting: list[Waiting]
 
 
-class AdmissionStore:
-    def __init__(self, dynamodb: DynamoDBClient, table: str) -> None:
-        self._dynamodb = dynamodb
-        self._table = table
-
+class AdmissionStore(TenantRows):
     def wait(
         self,
         run_id: str,
@@ -79,7 +70,7 @@ class AdmissionStore:
         }
         if not_before:
             item["not_before"] = {"S": not_before.isoformat()}
-        with _unless_later():
+        with unless_later():
             self._dynamodb.put_item(
                 TableName=self._table,
                 Item=item,
@@ -93,7 +84,7 @@ class AdmissionStore:
 
     def forget(self, run_id: str, life: int) -> None:
         """Takes the run, as it was in that life, out of the queue and its slot. Doing it twice changes nothing."""
-        with _unless_later():
+        with unless_later():
             self._dynamodb.delete_item(
                 TableName=self._table,
                 Key={"pk": _STAGE, "sk": {"S": f"WAIT#{run_id}"}},
@@ -108,7 +99,7 @@ class AdmissionStore:
         if life is not None:  # a slot of before lives were counted is text
             condition = "attribute_type(held.#run, :text) OR held.#run.life <= :life"
             values |= {":text": {"S": "S"}, ":life": _number(life)}
-        with _unless_later():
+        with unless_later():
             self._dynamodb.update_item(
                 TableName=self._table,
                 Key={"pk": _STAGE, "sk": {"S": "SLOTS"}},
@@ -182,42 +173,6 @@ class AdmissionStore:
                 return True
         raise StaleRevision(run_id, slots.revision)
 
-    def limit_changes(self) -> dict[str, TenantLimits]:
-        """By tenant, the limits that were changed since the stage was deployed."""
-        pages = self._dynamodb.get_paginator("query").paginate(
-            TableName=self._table,
-            KeyConditionExpression="pk = :pk",
-            ExpressionAttributeValues={":pk": _LIMITS},
-            ConsistentRead=True,
-        )
-        items = [item for page in pages for item in page["Items"]]
-        return {item["sk"]["S"]: TenantLimits.model_validate_json(item["record"]["S"]) for item in items}
-
-    def change_limits(self, tenant: str, change: TenantLimits | None) -> None:
-        """What `change` sets holds from now on, beside what was changed before; None = as declared again."""
-        key = {"pk": _LIMITS, "sk": {"S": tenant}}
-        if change is None:
-            self._dynamodb.delete_item(TableName=self._table, Key=key)
-            return
-        record = merged(self.limit_changes().get(tenant), change).model_dump_json(exclude_unset=True)
-        self._dynamodb.put_item(TableName=self._table, Item=key | {"record": {"S": record}})
-
-    def put_standing(self, standing: Standing) -> None:
-        """Unless a later one is there."""
-        seen = {"S": standing.at.isoformat(timespec="microseconds")}
-        with _unless_later():
-            self._dynamodb.put_item(
-                TableName=self._table,
-                Item={**_standing_key(standing.tenant), "seen": seen, "record": {"S": standing.model_dump_json()}},
-                ConditionExpression="attribute_not_exists(seen) OR seen <= :seen",
-                ExpressionAttributeValues={":seen": seen},
-            )
-
-    def standing(self, tenant: str) -> Standing | None:
-        """Where the tenant stood at last; None while it has had no run here. Its own people may read it."""
-        item = self._dynamodb.get_item(TableName=self._table, Key=_standing_key(tenant)).get("Item")
-        return None if item is None else Standing.model_validate_json(item["record"]["S"])
-
     def _life_of(self, run_id: str) -> int | None:
         """The life in which the run waits; None where it does not, any more."""
         key = {"pk": _STAGE, "sk": {"S": f"WAIT#{run_id}"}}
@@ -272,16 +227,6 @@ class AdmissionStore:
         return [item for page in pages for item in page["Items"]]
 
 
-@contextmanager
-def _unless_later() -> Iterator[None]:
-    """A write whose condition does not hold has nothing to do."""
-    try:
-        yield
-    except ClientError as error:
-        if not lost_condition(error):
-            raise
-
-
 def _number(number: int) -> dict[str, Any]:
     return {"N": str(number)}
 
@@ -304,10 +249,6 @@ def _gpus(value: Any) -> dict[str, int]:
 
 def _gpus_item(gpus: Gpus) -> dict[str, Any]:
     return {"M": {family: _number(count) for family, count in gpus.items()}}
-
-
-def _standing_key(tenant: str) -> dict[str, Any]:
-    return {"pk": {"S": f"TENANT#{tenant}"}, "sk": {"S": "STANDING"}}
 
 
 def _time(attribute: Any) -> datetime:
