@@ -11,7 +11,7 @@ from functools import partial
 from microtuning_core.domain.layout import run_record_key
 from microtuning_core.domain.mirror import checkpoint_age, looked_at
 from microtuning_core.domain.names import JobName
-from microtuning_core.domain.run import RunStatus
+from microtuning_core.domain.run import Run, RunStatus
 from microtuning_core.usecases.budgets import mind_budgets
 from microtuning_core.usecases.costing import record_cost, record_orchestration
 from microtuning_core.usecases.services import Services
@@ -100,11 +100,14 @@ def stop_orphans(services: Services) -> None:
 
 
 def _is_orphan(services: Services, job: JobName) -> bool:
-    """A run that only S3 remembers is to be read back (rebuilding.py), and its job to be left alone until then."""
+    """A run that S3 remembers better than the tables is to be read back (rebuilding.py), its job left alone until then."""
     run = services.runs.find(job.run_id)
-    if run is None:
-        return services.objects.read(run_record_key(job.run_id)) is None
-    return not run.wants_job(job.attempt)
+    if run is not None and job.attempt <= len(run.attempts):
+        return not run.wants_job(job.attempt)
+    remembered = services.objects.read(run_record_key(job.run_id))
+    if run is None or remembered is None:
+        return remembered is None
+    return job.attempt > len(Run.model_validate_json(remembered).attempts)
 
 
 def _reconcile_slots(services: Services) -> None:
