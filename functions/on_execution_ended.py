@@ -1,4 +1,4 @@
-"""Step Functions Execution Status Change -> queue `execution-events` -> an execution that died is taken up again."""
+"""Step Functions Execution Status Change -> queue `execution-events` -> one that died is taken up again, each is paid."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ _OUR_JOBS = {
     "detail-type": ["SageMaker Training Job State Change"],
     "detail": {"TrainingJobName": [{"prefix": "${Stage}-"}]},
 }
-_OUR_EXECUTIONS_THAT_DIED = {
+_OUR_EXECUTIONS_THAT_ENDED = {
     "source": ["aws.states"],
     "detail-type": ["Step Functions Execution Status Change"],
-    "detail": {"stateMachineArn": [state_machine_arn()], "status": ["FAILED", "TIMED_OUT", "ABORTED"]},
+    "detail": {"stateMachineArn": [state_machine_arn()], "status": ["SUCCEEDED", "FAILED", "TIMED_OUT", "ABORTED"]},
 }
 
 RULES = (
@@ -62,7 +62,12 @@ RULES = (
         "a whole checkpoint, or a sign of life",
         _objects("tenants/*/runs/*/checkpoints/*/manifest.json", "tenants/*/runs/*/checkpoints/*/progress.json"),
     ),
-    Rule("execution-events", "execution-events", "an execution that died is taken up again", _OUR_EXECUTIONS_THAT_DIED),
+    Rule(
+        "execution-events",
+        "execution-events",
+        "an execution that died is taken up again, and what one cost is known at its end",
+        _OUR_EXECUTIONS_THAT_ENDED,
+    ),
     Rule("ticks", "ticks", "whatever no event told", schedule="${ReconcileRate}"),
 )
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LOCAL_POLL_S = 0.3
 CLOUD_POLL_S = 3.0  # the logs of one account share a few reads a second
 _LAST_LINES_S = 0.5
+_LAST_COSTS_S = 5.0  # what steered a run is known a moment after its end; on AWS, when its events are slow, later
 
 
 def wait_silently(stage: Stage, run_id: str, timeout_s: float | None) -> Run:
@@ -25,6 +26,15 @@ def wait_silently(stage: Stage, run_id: str, timeout_s: float | None) -> Run:
     give_up_at = _deadline(timeout_s)
     while not (run := stage.runs.get(run_id)).is_final:
         _pause(stage, run_id, give_up_at)
+    return _paid(stage, run)
+
+
+def _paid(stage: Stage, run: Run) -> Run:
+    """The run that is over, with its costs final where that takes but a moment."""
+    give_up_at = time.monotonic() + _LAST_COSTS_S
+    while not run.costs_are_final and time.monotonic() < give_up_at:
+        time.sleep(LOCAL_POLL_S)
+        run = stage.runs.get(run.run_id)
     return run
 
 
@@ -47,6 +57,7 @@ def _follow(stage: Stage, run_id: str, give_up_at: float | None, tail: LogTail, 
         run = stage.runs.get(run_id)
         if run.is_final:
             time.sleep(_LAST_LINES_S)
+            run = _paid(stage, run)
         for text in changes(seen, run):
             display.say(text)
         for line in tail.read(attempt.job_name for attempt in run.attempts):

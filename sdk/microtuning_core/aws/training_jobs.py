@@ -29,9 +29,7 @@ class Refused(LaunchRefused):
 class TrainingJobs:
     """`client_for` a tenant makes jobs where the tenant's own session must; else the one client makes all of them."""
 
-    def __init__(
-        self, sagemaker: SageMakerClient, client_for: Callable[[str], SageMakerClient] | None = None
-    ) -> None:
+    def __init__(self, sagemaker: SageMakerClient, client_for: Callable[[str], SageMakerClient] | None = None) -> None:
         self._sagemaker = sagemaker
         self._client_for = client_for
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from math import ceil
 from typing import Any, Literal
 
+from microtuning_core.domain.cost import LedgerEntry
 from microtuning_core.domain.errors import IllegalTransition
 from microtuning_core.domain.failures import FailureClass
 from microtuning_core.domain.names import parse_run_id
@@ -215,6 +216,9 @@ class Run(Record):
     metrics: RunMetrics = RunMetrics()
     cost_usd: UsdAmount | None = None
     executions_costed: int | None = None  # whose orchestration is in the ledger; None in records of before it was
+    execution_entries: tuple[
+        LedgerEntry, ...
+    ] = ()  # of the ledger, since an execution's history does not stay for ever
     costed_revision: int = 0  # of this record, up to which writing it is in the ledger
     model_version: str | None = None
     revision: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
@@ -63,10 +64,10 @@ def record_orchestration(services: Services, run_id: str) -> None:
         path = path_of(services.executions.history(name))
         if path is None and services.executions.status(name) == "RUNNING":
             return
-        if path is not None:
-            for entry in _execution_entries(run, number, path):
-                services.ledger.put(entry)
-        run = services.runs.update(run_id, partial(_with_orchestration, services, number))
+        entries = _execution_entries(run, number, path) if path else []
+        for entry in entries:
+            services.ledger.put(entry)
+        run = services.runs.update(run_id, partial(_with_orchestration, services, number, entries))
 
 
 def _execution_entries(run: Run, number: int, path: Path) -> list[LedgerEntry]:
@@ -80,12 +81,20 @@ def _execution_entries(run: Run, number: int, path: Path) -> list[LedgerEntry]:
     return [entry for entry in entries if entry]
 
 
-def _with_orchestration(services: Services, number: int, run: Run) -> Run:
-    """An execution whose history is gone has nothing to be counted, and is done with all the same."""
+def _with_orchestration(services: Services, number: int, entries: Sequence[LedgerEntry], run: Run) -> Run:
+    """An execution whose history is gone has nothing to be counted, and is done with all the same.
+
+    The run keeps the entries, too: were the tables lost, nobody could count them again.
+    """
     if run.executions_costed is None or run.executions_costed >= number:
         return run
     spent = total(run_entries(services, run))
-    return run.with_(executions_costed=number, costed_revision=run.revision, cost_usd=spent or run.cost_usd)
+    return run.with_(
+        executions_costed=number,
+        execution_entries=(*run.execution_entries, *entries),
+        costed_revision=run.revision,
+        cost_usd=spent or run.cost_usd,
+    )
 
 
 def run_entries(services: Services, run: Run) -> list[LedgerEntry]:

@@ -3,7 +3,7 @@
     tenants/<t>/runs/<run_id>/run.json                -> the run, unless its row has this revision or a newer one
     …/checkpoints/l<NN>/step-<n>/manifest.json        -> a registered checkpoint
     tenants/<t>/models/<group>/v<NNNN>.json           -> how far the group's versions are counted
-    DescribeTrainingJob of every attempt              -> the ledger
+    DescribeTrainingJob of every attempt              -> the ledger, beside what the run keeps of its executions
 
 Slots and executions follow by themselves: the reconciler finds that an open run has no execution and starts it, and the run
 asks to be let in like any other. What people read of a run's history (its events) is not in S3 and stays lost.
@@ -61,6 +61,8 @@ def _restore(services: Services, run: Run) -> bool:
                 register(services, key)
             except NotYetWhole:
                 _LOG.warning("%s is not whole and was not registered", stored.key)
+    for entry in run.execution_entries:
+        services.ledger.put(entry)
     for attempt in run.attempts:
         if attempt.launched_at:
             record_cost(services, attempt.job_name)
