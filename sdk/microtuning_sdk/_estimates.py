@@ -11,6 +11,8 @@ from dataclasses import asdict
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from botocore.exceptions import BotoCoreError, ClientError
+
 from microtuning_core.domain.calibration import (
     Estimate,
     Sample,
@@ -25,6 +27,7 @@ from microtuning_core.domain.errors import BudgetExceeded
 from microtuning_core.domain.estimates import Work, steps_of, training_s
 from microtuning_core.domain.planning import candidates
 from microtuning_core.domain.spec import POLICIES
+from microtuning_sdk._draft import at_newest_prices
 
 if TYPE_CHECKING:
     from microtuning_core.domain.datasets import Row
@@ -42,6 +45,17 @@ _RUNS_LOOKED_AT = 50
 def past_samples(stage: Stage, tenant: str) -> list[Sample]:
     """What the newest runs of the tenant measured."""
     return samples_of(stage.runs.list_runs(tenant, limit=_RUNS_LOOKED_AT))
+
+
+def as_the_stage_knows(stage: Stage, ready: Draft) -> tuple[Draft, list[Sample], str]:
+    """The draft at the prices that the stage would plan with, what past runs measured, and why neither if it is silent.
+
+    A spec can be checked before there is a stage, or by somebody who may not read it: the catalog's prices do.
+    """
+    try:
+        return at_newest_prices(stage, ready), past_samples(stage, ready.spec.tenant), ""
+    except (BotoCoreError, ClientError) as error:
+        return ready, [], f"could not be asked for prices and past runs ({error})"
 
 
 def estimates(ready: Draft, past: Sequence[Sample] = ()) -> tuple[Estimate, ...]:

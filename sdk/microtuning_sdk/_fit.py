@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from microtuning_core.domain.errors import InvalidData
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
-from microtuning_sdk._draft import Document, Draft, at_newest_prices, draft
-from microtuning_sdk._estimates import estimates, past_samples
+from microtuning_sdk._draft import Document, Draft, draft
+from microtuning_sdk._estimates import as_the_stage_knows, estimates
 from microtuning_sdk._gym import DEFAULT_ROWS, gym_rows
 from microtuning_sdk._interrupts import one_interrupt
 from microtuning_sdk._preflight import preflight, shown
@@ -117,8 +117,9 @@ class Trainer:
         where nobody can tell how much work it is (a script, a loop of your own). Nothing is uploaded, nothing starts.
         """
         stage = self._connected()
-        ready = at_newest_prices(stage, self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps))
-        return estimates(ready, past_samples(stage, ready.spec.tenant))
+        drafted = self._draft(stage, train_data, eval_data, epochs, batch_size, max_steps)
+        ready, past, _ = as_the_stage_knows(stage, drafted)
+        return estimates(ready, past)
 
     def spec(
         self,
@@ -174,7 +175,7 @@ class Trainer:
 
 def _looked_at(stage: Stage, ready: Draft) -> None:
     """Says what preflight found; an error of the user's own code is raised."""
-    found = preflight(at_newest_prices(stage, ready), past_samples(stage, ready.spec.tenant))
+    found = preflight(*as_the_stage_knows(stage, ready))
     for line in shown(found):
         _say(line)
     found.raise_if_broken()

@@ -67,13 +67,13 @@ class Preflight:
         return [asdict(each) for each in self.findings]
 
 
-def preflight(ready: Draft, past: Sequence[Sample] = ()) -> Preflight:
+def preflight(ready: Draft, past: Sequence[Sample] = (), silence: str = "") -> Preflight:
     """Everything that can be told of this run before it starts. Nothing is uploaded.
 
-    past: what earlier runs measured (_estimates.past_samples).
+    past: what earlier runs measured. silence: why the stage said nothing of them (both of _estimates.as_the_stage_knows).
     """
     found = [*_about_rows(ready), *_from_container(ready), *_about_machine(ready, past)]
-    return Preflight(tuple(found))
+    return Preflight((*found, Finding("warning", "stage", silence)) if silence else tuple(found))
 
 
 def shown(found: Preflight) -> Iterator[str]:

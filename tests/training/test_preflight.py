@@ -131,6 +131,7 @@ def test_rows_are_counted_by_the_models_own_tokenizer(a_check: Any, a_model_dir:
     found = a_check([*SAID, {"prompt": "10+1=", "completion": "11"}])
     # A token a character and one for the end: "1+1=" and "2", "10+1=" and "11".
     assert found.of("data.train") == [("ok", "9 rows: rows of 6 tokens (median), 8 at most; exact")]
+    assert found.one("stage", "could not be asked for prices and past runs")["level"] == "warning"
     assert found.status == 0
 
 

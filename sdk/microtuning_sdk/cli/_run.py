@@ -10,8 +10,8 @@ from microtuning_core.domain.errors import InvalidSpec, Problem
 from microtuning_core.spec_files import read_spec_text
 from microtuning_sdk._connection import Stage, connect
 from microtuning_sdk._display import detached
-from microtuning_sdk._draft import Draft, at_newest_prices, draft
-from microtuning_sdk._estimates import estimate_view, estimates, past_samples
+from microtuning_sdk._draft import Draft, draft
+from microtuning_sdk._estimates import as_the_stage_knows, estimate_view, estimates
 from microtuning_sdk._preflight import preflight, shown
 from microtuning_sdk._run import Run
 from microtuning_sdk._submit import submit
@@ -36,7 +36,7 @@ def run_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
     ready = read_draft(stage, arguments.spec)
     if not arguments.no_preflight:
-        found = preflight(at_newest_prices(stage, ready), past_samples(stage, ready.spec.tenant))
+        found = preflight(*as_the_stage_knows(stage, ready))
         for line in shown(found):
             _say(line)
         found.raise_if_broken()
@@ -53,9 +53,8 @@ def run_spec(arguments: argparse.Namespace) -> int:
 
 def check_spec(arguments: argparse.Namespace) -> int:
     stage = connect(arguments.stage)
-    ready = at_newest_prices(stage, read_draft(stage, arguments.spec))
-    past = past_samples(stage, ready.spec.tenant)
-    found, uploads = preflight(ready, past), [each.key for each in ready.parcels]
+    ready, past, silence = as_the_stage_knows(stage, read_draft(stage, arguments.spec))
+    found, uploads = preflight(ready, past, silence), [each.key for each in ready.parcels]
     if arguments.json:
         print_json(
             {
