@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real chaos check audit sbom fix template nag bench bench-start bench-demo bench-trl bench-recovery bench-load clean
+.PHONY: help demo test test-real chaos check audit sbom fix template nag bench bench-start bench-demo bench-trl bench-recovery bench-orchestration bench-load clean
 
 help:  ## Print this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,7 +56,7 @@ template: $(VENV)/.test  ## Rewrite the kept template from the CDK app.
 nag: $(VENV)/.test  ## AWS's rule packs over the stack; what is excused stands in infrastructure/nag.py.
 	@$(BIN)/python -m pytest tests/infrastructure/test_nag.py $(ARGS)
 
-bench: bench-start bench-demo bench-trl bench-recovery bench-load  ## Run every benchmark; tables on the terminal, JSON in build/.
+bench: bench-start bench-demo bench-trl bench-recovery bench-orchestration bench-load  ## Run every benchmark; tables on the terminal, JSON in build/.
 
 bench-start: $(VENV)/.demo  ## Measure: nothing to deployed, and fit() to the first step.
 	@$(BIN)/python -m tests.benchmarks.bench_start
@@ -69,6 +69,9 @@ bench-trl: $(VENV)/.test  ## Measure: a training step against TRL's, on the same
 
 bench-recovery: $(VENV)/.test  ## Measure: from a killed worker and a lost machine to the next step, and what being ready costs.
 	@$(BIN)/python -m tests.benchmarks.bench_recovery
+
+bench-orchestration: $(VENV)/.test  ## Measure: what steering a run with one recovery costs, and what each function takes.
+	@$(BIN)/python -m tests.benchmarks.bench_orchestration
 
 bench-load: $(VENV)/.test  ## Measure: 500 runs of three tenants at once on 20 slots (RUNS=500, SLOTS=20).
 	@$(BIN)/python -m tests.benchmarks.bench_load

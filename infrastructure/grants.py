@@ -88,7 +88,7 @@ GRANTS = {
     # Objects. IfExists: HEAD and GET carry no prefix, and only with ListBucket is a missing object 404 rather than 403.
     "list-objects": Grant(("s3:ListBucket",), (BUCKET_ARN,), {"StringLikeIfExists": {"s3:prefix": "tenants/*"}}),
     # The spec itself and the data, code and model it names: a spec may name anything of its tenant. And what it would cost.
-    "read-what-specs-name": Grant(_READ, (*objects_arn("*"), f"{BUCKET_ARN}/prices/*")),
+    "read-what-specs-name": Grant(_READ, (*objects_arn("*"), f"{BUCKET_ARN}/prices/${{AWS::Region}}.json")),
     "read-commands": Grant(_READ, objects_arn("commands/*")),
     "read-checkpoints": Grant(_READ, objects_arn("runs/*/checkpoints/*")),
     "read-output": Grant(_READ, objects_arn("runs/*/output/*")),

@@ -156,9 +156,6 @@ WILDCARDS = {
     _BUCKET
     + r"(\*|[a-z][a-z0-9]+|\$?<aws:PrincipalTag/tenant>)/.*": "Objects of a tenant below one folder: names of runs "
     "and files are not known beforehand. Another tenant's are out of reach: the tenants' matrix of the tests.",
-    re.escape("arn:<AWS::Partition>:s3:::microtuning-<Stage>-<AWS::AccountId>-<AWS::Region>/prices/*"): (
-        "The stage's price lists, one a region and date; no tenant's data lie there."
-    ),
     _OF.format("dynamodb") + r"table/microtuning-<Stage>-runs/index/\*": "The indexes of the stage's own table.",
     _OF.format("logs") + r"log-group:/microtuning/<Stage>/\w+:\*": "The log streams of the function's own group.",
     _OF.format("logs")

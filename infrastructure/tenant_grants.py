@@ -98,7 +98,7 @@ def user_grants(tenant: str, keys: Sequence[str]) -> dict[str, Grant]:
     return {
         "list-objects": _list_objects(tenant),
         "read": Grant(("s3:GetObject",), objects_arn("*", tenant=tenant)),
-        "read-prices": Grant(("s3:GetObject",), (f"{BUCKET_ARN}/prices/*",)),  # of the region, and nobody's own
+        "read-prices": Grant(("s3:GetObject",), (f"{BUCKET_ARN}/prices/${{AWS::Region}}.json",)),  # nobody's own
         "upload": Grant(_WRITE, objects_arn(*_UPLOADS, tenant=tenant)),
         # No Scan and no PartiQL: a request without keys would meet ForAllValues.
         "read-own-rows": Grant(_READ_ROWS, tables, {"ForAllValues:StringLike": {"dynamodb:LeadingKeys": leading}}),

@@ -101,7 +101,7 @@ class Objects:
     def put_json(self, key: str, document: Any) -> None:
         self.put(key, json.dumps(document).encode())
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str, *, at_most: int | None = None) -> bytes | None:
         return self.bodies.get(key)
 
     def read_json(self, key: str) -> Any:

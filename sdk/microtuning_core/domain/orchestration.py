@@ -29,20 +29,20 @@ FUNCTION_OF_STATE = {
     "Close run": "close_run",
 }
 
-# Milliseconds that a function is billed for one message or invocation: the upper quartile on the local cloud, on a machine
-# of two cores (tests/benchmarks/bench_orchestration.py); 512 MB have less of a processor than that, so twice as long.
+# Milliseconds that a function is billed each time it is woken: the mean over a run with one recovery on the local cloud,
+# with every first time that a process had to be loaded (`make bench-orchestration`); on_command as on_execution_ended.
 HANDLER_MS = {
-    "on_spec_uploaded": 400,
-    "admit_run": 200,
-    "plan_attempt": 200,
-    "launch_training": 300,
-    "on_training_event": 200,
-    "on_cost_event": 200,
-    "on_checkpoint": 150,
-    "register_model": 300,
-    "close_run": 200,
-    "on_execution_ended": 200,
-    "on_command": 200,
+    "on_spec_uploaded": 1250,
+    "admit_run": 600,
+    "plan_attempt": 600,
+    "launch_training": 1200,
+    "on_training_event": 1050,
+    "on_cost_event": 1100,
+    "on_checkpoint": 200,
+    "register_model": 850,
+    "close_run": 850,
+    "on_execution_ended": 950,
+    "on_command": 950,
 }
 _MEMORY_GB = Decimal("0.5")
 # Pending, Starting, Downloading, Training, Uploading and the end; a machine that spot takes away begins again.

@@ -19,6 +19,7 @@ from microtuning_core.domain.progress import Progress
 from microtuning_core.domain.run import Attempt, Metered, Run, metered
 from microtuning_core.domain.settle import billed
 from microtuning_core.domain.spending import entry_days, model_of
+from microtuning_core.usecases.checkpoint import PROGRESS_BYTES
 from microtuning_core.usecases.services import Services
 
 
@@ -47,7 +48,8 @@ def _metered(services: Services, run: Run, attempt: Attempt, job: JobFacts) -> M
 
     A job writes that file as it likes. What cannot be read explains nothing, and keeps nobody from being billed.
     """
-    document = services.objects.read(progress_key(run.run_id, attempt.lineage)) if job.is_terminal else None
+    key = progress_key(run.run_id, attempt.lineage)
+    document = services.objects.read(key, at_most=PROGRESS_BYTES) if job.is_terminal else None
     try:
         last = Progress.model_validate_json(document) if document else None
     except ValidationError:
