@@ -38,7 +38,7 @@ _HOUR_S = 3600
 _MONTH_S = 30 * 86_400
 VOLUME_PRICE = UnitPrice(
     Decimal("0.14"),
-    "AWS SageMaker pricing page, general purpose (SSD) storage of training jobs, a GB-month",
+    "not confirmed: SageMaker, general purpose (SSD) storage of training jobs, a GB-month",
     date(2026, 11, 30),
 )
 
