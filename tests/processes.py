@@ -11,6 +11,12 @@ def processes_of(job_name: str) -> dict[int, int]:
     return {pid: parent for pid, parent, words in every_process() if f"TRAINING_JOB_NAME={job_name}" in words}
 
 
+def leader_of(job_name: str) -> int:
+    """The first process of the job; StopIteration where it has none any more."""
+    found = processes_of(job_name)
+    return next(pid for pid, parent in found.items() if parent not in found)
+
+
 def every_process() -> Iterator[tuple[int, int, list[str]]]:
     """pid, parent, environment of every process that can be looked into."""
     for folder in Path("/proc").iterdir():

@@ -28,7 +28,7 @@ from microtuning_local.home import local_home, read_endpoint
 from microtuning_sdk import RLTrainer, Run, SFTTrainer, Stage, connect
 from microtuning_sdk._logs import LogTail
 from tests.chaos.mischief import mischievous
-from tests.processes import processes_of
+from tests.processes import leader_of, processes_of
 
 PATIENCE_S = 240.0
 TICK_EVERY_S = 2.0
@@ -192,9 +192,7 @@ class Struck:
         return processes_of(self.job_name)
 
     def supervisor(self) -> int:
-        """The first process of the job."""
-        found = self.processes()
-        return next(pid for pid, parent in found.items() if parent not in found)
+        return leader_of(self.job_name)
 
     def worker(self) -> int:
         """The training process: a child of the supervisor's."""

@@ -12,7 +12,7 @@ import pytest
 
 from microtuning_local import cloud as local
 from microtuning_local import deploy
-from tests.processes import processes_of
+from tests.processes import leader_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,11 @@ def updated_stack(stage: StageUnderTest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for resource in template["Resources"].values():
         if resource["Type"] == "AWS::Lambda::Function":
             resource["Properties"]["MemorySize"] = 640
-    yield lambda: local.up(template=template) and None
+
+    def update() -> None:
+        local.up(template=template)
+
+    yield update
     local.up()
     functions.update_function_configuration(FunctionName=launcher, Environment={"Variables": by_hand["Variables"]})
 
@@ -87,9 +91,3 @@ def test_a_run_that_trains_while_the_stack_is_updated_notices_nothing(
     run = stage.ended_and_paid(run_id)
     assert (run.status, run.execution, run.executions) == ("completed", training.execution, 1), stage.story(run_id)
     assert [each.outcome for each in run.attempts] == ["failed", "completed"]
-
-
-def leader_of(job_name: str) -> int:
-    """The first process of the job's machine."""
-    found = processes_of(job_name)
-    return next(pid for pid, parent in found.items() if parent not in found)

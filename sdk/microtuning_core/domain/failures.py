@@ -109,7 +109,8 @@ _REASON_PREFIXES: tuple[tuple[str, FailureClass], ...] = (
     ("InternalServerError", FailureClass.PLATFORM),
     ("ResourceLimitExceeded", FailureClass.QUOTA),
     ("ThrottlingException", FailureClass.THROTTLED),
-    # Objects went away under a job that listed them a moment before: they are of ours and not of the user's.
+    # Objects went away under a job that listed them a moment before: they are of ours and not of the user's. In the words
+    # of the local SageMaker; what AWS says then is not known.
     ("ClientError: Checkpoint download failed", FailureClass.PLATFORM),
     ("ClientError", FailureClass.USER),
 )
