@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from microtuning_core.domain.budget import STOPS, WARNINGS
+from microtuning_core.domain.budget import STOPS, WARNINGS, run_usd
+from microtuning_core.domain.cost import shown
 from microtuning_core.domain.layout import answer_key
 from microtuning_core.domain.run import Run, RunStatus
 from microtuning_core.domain.tenants import StageTenants, Tenant, TenantLimits
@@ -81,7 +82,12 @@ def test_a_run_over_its_budget_is_stopped_by_whoever_looks_at_it_and_goes_on_aft
     assert over.reason.startswith("budget: it has spent 1.5253 USD at most, of 1.5000")
     too_little = gives(cloud, "1.52")
     (error,) = too_little["errors"]
-    assert error == {"field": "usd", "line": None, "message": "is more than what the run has spent: 1.5276 USD at most"}
+    spent = shown(run_usd(over, cloud.now))
+    assert error == {
+        "field": "usd",
+        "line": None,
+        "message": f"is more than what the run has spent: {spent} USD at most",
+    }
     assert the_run(cloud) == over
     assert gives(cloud, "10")["budget_usd"] == "10"
     ended = completes(cloud)
