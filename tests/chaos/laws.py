@@ -57,7 +57,8 @@ def check_result(world: World, run: Struck, faults: Sequence[Fault], reference: 
         return
     losses = run.losses()
     if all(fault.logs_kept for fault in faults):
-        assert sorted(losses) == list(range(1, STEPS + 1)), run.story()
+        missing = set(range(1, STEPS + 1)) ^ set(losses)
+        assert not missing, f"no line of, or one too many: {sorted(missing)}\n{run.story()}\n{run.timeline()}"
     if all(fault.same_bits for fault in faults):
         calm = {step: reference.losses[step] for step in losses}
         assert losses == calm, f"{run.name}: losses differ from those of an undisturbed run"

@@ -207,6 +207,11 @@ class Struck:
     def jobs(self) -> list[JobFacts]:
         return [facts for each in self.record.attempts if (facts := self.world.services.jobs.describe(each.job_name))]
 
+    def timeline(self) -> str:
+        """What its containers said, by when and what."""
+        told = [f"{each['time']} a{each['attempt']} {each['event']} {each.get('step', '')}" for each in self.events()]
+        return "\n".join(told)
+
     def story(self) -> str:
         record = self.record
         said = [f"{each['kind']}: {each['message']}" for each in self.world.services.runs.events(self.name)]

@@ -229,6 +229,19 @@ def test_model_and_output_are_packed_and_the_log_is_complete_and_in_order(desk: 
     assert desk.log(name) == [f"line {number}" for number in range(500)]
 
 
+def test_a_job_that_runs_on_while_its_log_group_is_lost_goes_on_logging(desk: Desk) -> None:
+    """So do the jobs after it: an emulator that was killed has no group any more."""
+    name = desk.create("save_on_sigterm")
+    desk.wait_for_line(name, "running")
+    desk.client("logs").delete_log_group(logGroupName=GROUP)
+    other = desk.create("succeed")
+    desk.wait(other)
+    assert len(desk.log(other)) == 500
+    desk.client("sagemaker").stop_training_job(TrainingJobName=name)
+    desk.wait(name)
+    assert desk.log(name) == ["saved"]
+
+
 def test_without_compression_the_model_is_uploaded_as_it_is(desk: Desk) -> None:
     name = desk.create("succeed", OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/plain", "CompressionType": "NONE"})
     assert desk.wait(name)["ModelArtifacts"]["S3ModelArtifacts"] == f"s3://{BUCKET}/plain/{name}/output/model/"

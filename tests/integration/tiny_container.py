@@ -52,6 +52,7 @@ def save_on_sigterm() -> int:
     while not asked:
         time.sleep(0.02)
     checkpoint(7)
+    print("saved")
     return 0
 
 

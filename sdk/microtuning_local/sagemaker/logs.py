@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 FLUSH_S = 0.25
+LAST_TRY_S = 8.0
+SERVERS_FAULT = 500
 # PutLogEvents takes 10,000 events and 1 MiB, 26 bytes of it for each event; an event takes 256 KiB.
 MAX_EVENTS = 1_000
 MAX_BATCH_BYTES = 900_000
@@ -26,10 +29,17 @@ def stream_name(job_name: str, host: str, started_at: float) -> str:
 
 
 class LogShipper:
-    """Reads a process's output to its end and ships it in order, at least every `FLUSH_S`."""
+    """Reads a process's output to its end and ships it in order, at least every `FLUSH_S`.
 
-    def __init__(self, client: Any, stream: str, pipe: IO[bytes]) -> None:
-        self.client, self.stream, self.pipe = client, stream, pipe
+    What nobody took waits: the emulator may be away for a moment, and after a crash it knows neither group nor stream.
+
+    Args:
+        client: with the job's role, which needs rights to streams and events.
+        service: a client of the service's own, which makes the group with the account's first job.
+    """
+
+    def __init__(self, client: Any, service: Any, stream: str, pipe: IO[bytes]) -> None:
+        self.client, self.service, self.stream, self.pipe = client, service, stream, pipe
         self.lock = threading.Lock()
         self.waiting: list[dict[str, Any]] = []
         self.ended = threading.Event()
@@ -59,19 +69,59 @@ class LogShipper:
         self.ended.set()
 
     def _ship(self) -> None:
+        from botocore.exceptions import ClientError
+
         try:
-            self.client.create_log_stream(logGroupName=GROUP, logStreamName=self.stream)
             while not self.ended.wait(FLUSH_S):
                 self._flush()
-            self._flush()
-        except Exception as error:  # a role without log rights has no logs, here as there; the job goes on
+            gives_up_at_s = time.monotonic() + LAST_TRY_S
+            while not self._flush() and time.monotonic() < gives_up_at_s:
+                time.sleep(FLUSH_S)
+        except ClientError as error:  # a role without log rights has no logs, here as there; the job goes on
             log.warning("no log for %s: %s", self.stream, error)
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
+        """Whether everything that waited is stored; what is not waits on, before what comes after it."""
         with self.lock:
             events, self.waiting = self.waiting, []
-        for batch in batches(events):
-            self.client.put_log_events(logGroupName=GROUP, logStreamName=self.stream, logEvents=batch)
+        sent = 0
+        try:
+            for batch in batches(events):
+                self._put(batch)
+                sent += len(batch)
+        except Unanswered as error:
+            log.info("the log of %s waits: %s", self.stream, error)
+        with self.lock:
+            self.waiting = events[sent:] + self.waiting
+        return sent == len(events)
+
+    def _put(self, batch: list[dict[str, Any]]) -> None:
+        """Store a batch, in a stream that is made when it is missing. Unanswered when that has to wait."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        names = {"logGroupName": GROUP, "logStreamName": self.stream}
+        try:
+            try:
+                self.client.put_log_events(**names, logEvents=batch)
+            except self.client.exceptions.ResourceNotFoundException:
+                make_group(self.service)
+                self.client.create_log_stream(**names)
+                self.client.put_log_events(**names, logEvents=batch)
+        except BotoCoreError as error:
+            raise Unanswered(str(error)) from error
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] < SERVERS_FAULT:
+                raise
+            raise Unanswered(str(error)) from error
+
+
+class Unanswered(Exception):
+    """The log service is not there, or failed for a reason of its own."""
+
+
+def make_group(service: Any) -> None:
+    with suppress(service.exceptions.ResourceAlreadyExistsException):
+        service.create_log_group(logGroupName=GROUP)
 
 
 def text_of(line: bytes) -> str:

@@ -33,7 +33,7 @@ from microtuning_local.sagemaker.roles import RoleSession, role_session
 from microtuning_local.sagemaker.tree import MlTree, write_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from microtuning_local.home import Endpoint, Home
@@ -57,6 +57,7 @@ class Account:
     pool: Pool
     events: EventSender
     sts: Any
+    logs: Any
     images: Mapping[str, list[str]]
     job_environment: Mapping[str, str]
     stop_grace_s: float = 120.0
@@ -87,8 +88,8 @@ class Host:
 class JobRun:
     """The life of one job."""
 
-    def __init__(self, account: Account, job: Job) -> None:
-        self.account, self.job = account, job
+    def __init__(self, account: Account, job: Job, on_end: Callable[[], object] = lambda: None) -> None:
+        self.account, self.job, self._on_end = account, job, on_end
         self.control = Control()
         self.session = role_session(account.endpoint, account.sts, job.request["RoleArn"], job.name)
         self.token = secrets.token_urlsafe(24)
@@ -110,6 +111,7 @@ class JobRun:
         finally:
             self.account.tokens.pop(self.token, None)
             self._clean_up()
+            self._on_end()
 
     def _once(self) -> Ending | None:
         """One try on one set of machines. Returns why it ended; the job is terminal unless it was reclaimed."""
@@ -230,7 +232,7 @@ class JobRun:
         )
         assert host.process.stdout is not None
         stream = stream_name(self.job.name, host.name, time.time())
-        host.shipper = LogShipper(self._client("logs"), stream, host.process.stdout)
+        host.shipper = LogShipper(self._client("logs"), self.account.logs, stream, host.process.stdout)
         host.shipper.start()
         if host.mirror:
             host.mirror.start()

@@ -33,7 +33,6 @@ from microtuning_local.sagemaker import rules, warm_pools
 from microtuning_local.sagemaker.events import EventSender
 from microtuning_local.sagemaker.faults import Faults, FaultSpec
 from microtuning_local.sagemaker.jobs import Job, Jobs
-from microtuning_local.sagemaker.logs import GROUP
 from microtuning_local.sagemaker.machine import Account, JobRun
 from microtuning_local.sagemaker.pool import Pool
 from microtuning_local.sagemaker.process import MACHINE_VARIABLES
@@ -85,9 +84,11 @@ class Service:
             raise refusal
         role_session(self.account.endpoint, self.account.sts, request["RoleArn"], job.name).credentials()
         records.moved(job, "InProgress", "Starting", job.created_at)
-        run = JobRun(self.account, job)
-        self.account.jobs.add(job)
-        self.runs[job.name] = run
+        # A run holds its job's clients, a megabyte of them: it goes with the job.
+        run = JobRun(self.account, job, on_end=lambda: self.runs.pop(job.name, None))
+        with self.lock:  # whoever sees the job can ask for something
+            self.account.jobs.add(job)
+            self.runs[job.name] = run
         self.account.events.emit(job, job.created_at)
         run.thread.start()
         return {"TrainingJobArn": job.arn}
@@ -105,7 +106,7 @@ class Service:
         if job.status != "Stopping":
             self.account.jobs.change(job, lambda job: records.moved(job, "Stopping", "Stopping", now))
             self.account.events.emit(job, now)
-        self.runs[job.name].control.ask(stop=True)
+        self._ask(job, stop=True)
         return {}
 
     def update(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +139,15 @@ class Service:
         job = self.account.jobs.get(name)
         if not job.is_spot or job.secondary not in HOLDING_MACHINES:
             raise rules.validation(f"{name} is not a running spot job: only those are taken back.")
-        self.runs[name].control.ask(reclaim=True)
+        self._ask(job, reclaim=True)
         return {"job": name}
+
+    def _ask(self, job: Job, **what: bool) -> None:
+        """Nothing is left to ask for where the job ended meanwhile."""
+        with self.lock:
+            run = self.runs.get(job.name)
+        if run:
+            run.control.ask(**what)
 
     def health(self) -> dict[str, Any]:
         running = [job.name for job in self.account.jobs.all() if not job.is_terminal]
@@ -167,11 +175,11 @@ class Service:
             time.sleep(min(every_s / 4, 1.0))
             for job in self.account.jobs.all():
                 if job.is_spot and job.secondary == "Training" and time.time() - job.modified_at > every_s:
-                    self.runs[job.name].control.ask(reclaim=True)
+                    self._ask(job, reclaim=True)
 
     def shut_down(self) -> None:
         """End all jobs, store what they left, send the events that wait. Their records stay in flight."""
-        alive = [run for run in self.runs.values() if run.thread.is_alive()]
+        alive = [run for run in list(self.runs.values()) if run.thread.is_alive()]
         for run in alive:
             run.control.ask(server_ends=True)
         deadline = time.monotonic() + SHUTDOWN_S
@@ -347,6 +355,7 @@ def open_account(home: Home, endpoint: Endpoint, settings: Mapping[str, str]) ->
         pool=Pool(int(settings.get("MICROTUNING_LOCAL_MACHINES", "2")), faults, jobs),
         events=EventSender(root_client(endpoint, "events"), faults),
         sts=root_client(endpoint, "sts"),
+        logs=root_client(endpoint, "logs"),
         images=images(settings),
         job_environment=base_environment(home) | inherited(*MACHINE_VARIABLES),
         stop_grace_s=float(settings.get("MICROTUNING_LOCAL_STOP_GRACE_S", "120")),
@@ -354,21 +363,6 @@ def open_account(home: Home, endpoint: Endpoint, settings: Mapping[str, str]) ->
     service = Service(account, faults)
     service.end_warm_pools()  # of a server that was killed
     return service, left
-
-
-def create_log_group(endpoint: Endpoint) -> None:
-    """The service makes its log group on first use; a role needs only its streams. Waits for the emulator."""
-    client = root_client(endpoint, "logs")
-    for _ in range(200):
-        try:
-            client.create_log_group(logGroupName=GROUP)
-            return
-        except client.exceptions.ResourceAlreadyExistsException:
-            return
-        except client.exceptions.ClientError:
-            raise
-        except OSError:
-            time.sleep(0.05)
 
 
 def main() -> None:
@@ -391,10 +385,9 @@ def main() -> None:
 
 
 def start_background(service: Service, endpoint: Endpoint, left: list[Job]) -> None:
-    """What need not be ready before the first answer: the log group, old jobs, the service model."""
+    """What need not be ready before the first answer: old jobs, the service model."""
 
     def prepare() -> None:
-        create_log_group(endpoint)
         service.fail_left_over(left)
         rules.input_shape("CreateTrainingJob")
         warm_models(endpoint)
