@@ -137,6 +137,22 @@ def test_a_bill_that_comes_after_the_end_reaches_the_attempt_and_the_ledger_with
     assert total(each for each in entries if each.line == "compute") == cloud.jobs.bill_usd(run.run_id) > 0
 
 
+def test_a_run_that_completed_names_its_last_checkpoint_before_the_message_of_it_has_come():
+    cloud = trained()
+    cloud.jobs.save(job_of(cloud, 1), 8)
+    late = message(cloud, "checkpoints")
+    cloud.messages.remove(late)
+    cloud.jobs.end(job_of(cloud, 1), "completed")
+    cloud.deliver_all(rounds=4)
+    run = the_run(cloud)
+    assert run.status == RunStatus.COMPLETED
+    last = max(each.step for each in cloud.runs.checkpoints(run.run_id))
+    assert run.last_checkpoint and run.last_checkpoint.step == last >= 8
+    cloud.messages.append(late)
+    cloud.deliver(late)
+    assert the_run(cloud).last_checkpoint == run.last_checkpoint
+
+
 def test_a_refusal_of_one_of_two_deliveries_is_no_news_of_a_job_that_is_there():
     cloud = stage()
     launch = message(cloud, "launches")

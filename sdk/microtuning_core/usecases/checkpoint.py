@@ -30,26 +30,38 @@ def register(services: Services, key: CheckpointKey) -> None:
     """Registers the checkpoint once every file of its manifest is there with its size and, as far as can be told here,
     its hash; NotYetWhole until then.
     """
-    step = key.step if key.step is not None else -1
-    prefix = step_prefix(key.run_id, key.lineage, step)
-    body = services.objects.read(prefix + MANIFEST_NAME, at_most=MANIFEST_BYTES)
-    if body is None:
-        return  # pruned meanwhile
-    manifest = _understood(services, key, CheckpointManifest, body)
+    manifest = manifest_at(services, key)
     if manifest is None:
         return
-    if (manifest.run_id, manifest.lineage, manifest.step) != (key.run_id, key.lineage, step):
-        _refuse(services, key, "speaks of another checkpoint")
-        return
-    if len(manifest.metrics) > _MOST_METRICS:
-        _refuse(services, key, f"metrics: has {len(manifest.metrics)}, and at most {_MOST_METRICS} are kept")
-        return
+    prefix = step_prefix(manifest.run_id, manifest.lineage, manifest.step)
     sizes = {each.key: each.bytes for each in services.objects.walk(prefix)}
     if any(sizes.get(prefix + file.path) != file.bytes for file in manifest.files):
         raise NotYetWhole(f"checkpoint {prefix}")
     services.runs.put_checkpoint(manifest, _hashed_bytes(services, prefix, manifest))
-    run = services.runs.update(key.run_id, lambda run: register_checkpoint(run, key.lineage, step, manifest.created_at))
+    run = services.runs.update(key.run_id, lambda run: registered(run, manifest))
     prune(services, run)
+
+
+def registered(run: Run, manifest: CheckpointManifest) -> Run:
+    return register_checkpoint(run, manifest.lineage, manifest.step, manifest.created_at)
+
+
+def manifest_at(services: Services, key: CheckpointKey) -> CheckpointManifest | None:
+    """What a checkpoint of the run says of itself; None where it was pruned meanwhile or cannot be believed, which is
+    written down.
+    """
+    step = key.step if key.step is not None else -1
+    body = services.objects.read(step_prefix(key.run_id, key.lineage, step) + MANIFEST_NAME, at_most=MANIFEST_BYTES)
+    manifest = None if body is None else _understood(services, key, CheckpointManifest, body)
+    if manifest is None:
+        return None
+    if (manifest.run_id, manifest.lineage, manifest.step) != (key.run_id, key.lineage, step):
+        _refuse(services, key, "speaks of another checkpoint")
+        return None
+    if len(manifest.metrics) > _MOST_METRICS:
+        _refuse(services, key, f"metrics: has {len(manifest.metrics)}, and at most {_MOST_METRICS} are kept")
+        return None
+    return manifest
 
 
 def _understood(services: Services, key: CheckpointKey, kind: type[T], body: bytes) -> T | None:
