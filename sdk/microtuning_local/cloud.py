@@ -78,8 +78,9 @@ def up(*, template: dict[str, Any] | None = None, functions: Path | None = None)
     with home.locked():
         home.prepare()
         before = read_endpoint(home)
-        has_lost = before is not None and was_killed(before)
+        is_saved = home.saved_mark.exists()
         endpoint = start(home, before)
+        has_lost = not is_saved and before is not None and not is_same_emulator(before, endpoint)
         wanted = template or deploy.kept_template()
         stamp = "" if template else deploy.sources_stamp()
         changed = wanted is not None and deploy.deploy(endpoint, wanted, functions)
@@ -175,7 +176,18 @@ def faults(spec: dict[str, Any]) -> dict[str, Any]:
 
 def start(home: Home, before: Endpoint | None) -> Endpoint:
     """Start each process that does not run; both start at once, so their start-up times do not add up."""
-    endpoint = with_ports(before)
+    endpoint = start_missing(home, with_ports(before))
+    silent = first_silent(endpoint)
+    if silent and not has_both(endpoint):  # killed a moment ago, it still counted as running
+        endpoint = start_missing(home, endpoint)
+        silent = first_silent(endpoint)
+    if silent:
+        stop(home, endpoint)
+        raise LocalCloudError(f"The {silent} process did not start.", log_path=str(home.logs / f"{silent}.log"))
+    return endpoint
+
+
+def start_missing(home: Home, endpoint: Endpoint) -> Endpoint:
     if not emulator_runs(endpoint):
         bury(endpoint.emulator_pid)
         pid = emulator.start(home, endpoint)
@@ -187,8 +199,18 @@ def start(home: Home, before: Endpoint | None) -> Endpoint:
         pid = sagemaker.start(home, endpoint)
         endpoint = replace(endpoint, sagemaker_pid=pid, sagemaker_started=started_at(pid))
         write_endpoint(home, endpoint)
-    wait_started(home, endpoint)
     return endpoint
+
+
+def first_silent(endpoint: Endpoint) -> str | None:
+    """Which of the two ended, or stayed silent until nobody would wait longer."""
+    for name, waits, pid in (
+        ("emulator", emulator.wait_healthy, endpoint.emulator_pid),
+        ("sagemaker", sagemaker.wait_healthy, endpoint.sagemaker_pid),
+    ):
+        if pid is None or not waits(endpoint, pid):
+            return name
+    return None
 
 
 def with_ports(before: Endpoint | None) -> Endpoint:
@@ -205,28 +227,17 @@ def with_ports(before: Endpoint | None) -> Endpoint:
     return fresh
 
 
-def wait_started(home: Home, endpoint: Endpoint) -> None:
-    for name, waits, pid in (
-        ("emulator", emulator.wait_healthy, endpoint.emulator_pid),
-        ("sagemaker", sagemaker.wait_healthy, endpoint.sagemaker_pid),
-    ):
-        if pid is None or not waits(endpoint, pid):
-            stop(home, endpoint)
-            raise LocalCloudError(f"The {name} process did not start.", log_path=str(home.logs / f"{name}.log"))
-
-
 def stop(home: Home, endpoint: Endpoint) -> None:
     """First SageMaker, whose jobs still want to store their last checkpoint; then the emulator that stores it."""
     if sagemaker_runs(endpoint) and endpoint.sagemaker_pid:
         sagemaker.stop(endpoint.sagemaker_pid)
     bury(endpoint.sagemaker_pid)
-    saved = not was_killed(endpoint)
     if emulator_runs(endpoint) and endpoint.emulator_pid:
-        saved = emulator.stop(endpoint.emulator_pid)
+        emulator.stop(endpoint.emulator_pid)
     bury(endpoint.emulator_pid)
     sagemaker.kill_left_jobs(home)
     shutil.rmtree(home.tmp, ignore_errors=True)
-    write_endpoint(home, endpoint.stopped(saved=saved))
+    write_endpoint(home, endpoint.stopped())
 
 
 def bury(group: int | None) -> None:
@@ -237,17 +248,20 @@ def bury(group: int | None) -> None:
 
 
 def is_running(endpoint: Endpoint) -> bool:
-    return (
-        emulator_runs(endpoint)
-        and sagemaker_runs(endpoint)
-        and emulator.is_healthy(endpoint)
-        and sagemaker.is_healthy(endpoint)
-    )
+    return has_both(endpoint) and emulator.is_healthy(endpoint) and sagemaker.is_healthy(endpoint)
 
 
 def is_same_run(before: Endpoint, endpoint: Endpoint) -> bool:
     """Whether neither process was started anew."""
     return replace(before, deployed="") == replace(endpoint, deployed="")
+
+
+def is_same_emulator(before: Endpoint, endpoint: Endpoint) -> bool:
+    return (before.emulator_pid, before.emulator_started) == (endpoint.emulator_pid, endpoint.emulator_started)
+
+
+def has_both(endpoint: Endpoint) -> bool:
+    return emulator_runs(endpoint) and sagemaker_runs(endpoint)
 
 
 def emulator_runs(endpoint: Endpoint) -> bool:
@@ -256,11 +270,6 @@ def emulator_runs(endpoint: Endpoint) -> bool:
 
 def sagemaker_runs(endpoint: Endpoint) -> bool:
     return is_same_process(endpoint.sagemaker_pid, endpoint.sagemaker_started)
-
-
-def was_killed(endpoint: Endpoint) -> bool:
-    """Whether the emulator ended without saving its tables: a clean stop leaves no process on record."""
-    return endpoint.emulator_pid is not None and not emulator_runs(endpoint)
 
 
 def known_endpoint() -> Endpoint:

@@ -11,6 +11,7 @@ import site
 import sys
 from typing import TYPE_CHECKING
 
+from microtuning_local.gate import SAVED_MARK
 from microtuning_local.processes import end_group, spawn, started_at, wait_until
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ def start(home: Home, endpoint: Endpoint) -> int:
     return spawn(ARGV, env=environment(home, endpoint), log=home.logs / "emulator.log", cwd=home.tmp)
 
 
-def stop(pid: int) -> bool:
-    """SIGTERM, then an end to every worker it left behind; whether it ended by itself, and so has saved its tables."""
-    return end_group(pid, grace_s=EXIT_GRACE_S)
+def stop(pid: int) -> None:
+    """SIGTERM, then an end to every worker it left behind."""
+    end_group(pid, grace_s=EXIT_GRACE_S)
 
 
 def is_healthy(endpoint: Endpoint) -> bool:
@@ -52,6 +53,7 @@ def environment(home: Home, endpoint: Endpoint) -> dict[str, str]:
         "AUTH": "true",
         "PERSIST_STATE": "1",
         "STATE_DIR": str(home.state),
+        SAVED_MARK: str(home.saved_mark),
         "S3_PERSIST": "1",
         "S3_DATA_DIR": str(home.s3),
         "IOT_MTLS_ENABLED": "0",

@@ -4,11 +4,16 @@ ministack takes every Host name and lets pages of every origin read its answers,
 a page in the user's browser could empty the local cloud, and by a signature with the well-known root key run code in it. A
 browser always says where a request comes from (Origin, Sec-Fetch-Site), and a page that has its own name point to 127.0.0.1
 (DNS rebinding) calls us by that name: neither passes.
+
+It also writes down that the tables were saved, which ministack does at the end of a clean stop and only then: whoever
+starts it next must know, and a process that was killed a moment ago cannot be told from one that ends by itself.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
     App = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
+SAVED_MARK = "MICROTUNING_SAVED_MARK"
 _FROM_A_BROWSER = (b"origin", b"sec-fetch-site")
 _OPEN = ("/_ministack/health", "/_ministack/ready")
 _LOCAL_NAMES = ("127.0.0.1", "localhost")
@@ -63,10 +69,26 @@ async def _refuse(send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def marking(app: App, mark: Path) -> App:
+    """The ASGI app, with the mark made at the end of its shutdown."""
+
+    async def enter(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        async def told(message: dict[str, Any]) -> None:
+            if message["type"] == "lifespan.shutdown.complete":
+                mark.touch()
+            await send(message)
+
+        await app(scope, receive, told if scope["type"] == "lifespan" else send)
+
+    return enter
+
+
 def main() -> None:
     from ministack import app as ministack
 
-    ministack.app = gated(ministack.app)
+    mark = Path(os.environ[SAVED_MARK])
+    mark.unlink(missing_ok=True)
+    ministack.app = marking(gated(ministack.app), mark)
     ministack.main()
 
 

@@ -5,6 +5,7 @@ state/ s3/      the emulator's tables and objects
 jobs/<job>/     record.json of each training job; its /opt/ml tree while it runs, and after it failed
 logs/           emulator.log, sagemaker.log
 tmp/            temporary folder of both processes; emptied by `down`
+tables-saved    there while no emulator runs and the last one saved its tables
 lock            held while somebody starts or stops the cloud
 """
 
@@ -40,6 +41,11 @@ class Home:
     @property
     def state(self) -> Path:
         return self.root / "state"
+
+    @property
+    def saved_mark(self) -> Path:
+        """There while no emulator runs and the last one saved its tables: see gate.py."""
+        return self.root / "tables-saved"
 
     @property
     def s3(self) -> Path:
@@ -104,10 +110,9 @@ class Endpoint:
     def sagemaker_port(self) -> int:
         return int(self.sagemaker_url.rsplit(":", 1)[1])
 
-    def stopped(self, *, saved: bool) -> Endpoint:
-        """Without its processes; an emulator that did not save its tables stays on record, for the next start."""
-        ended = replace(self, sagemaker_pid=None, sagemaker_started=None)
-        return replace(ended, emulator_pid=None, emulator_started=None) if saved else ended
+    def stopped(self) -> Endpoint:
+        """Without its processes."""
+        return replace(self, emulator_pid=None, emulator_started=None, sagemaker_pid=None, sagemaker_started=None)
 
 
 def read_endpoint(home: Home) -> Endpoint | None:

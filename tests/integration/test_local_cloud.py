@@ -285,6 +285,38 @@ def test_a_killed_emulator_is_started_again_on_its_port(own_home: home.Home) -> 
     assert again.endpoint.sagemaker_pid == cloud.endpoint.sagemaker_pid
 
 
+@pytest.mark.parametrize("which", ["emulator_pid", "sagemaker_pid"])
+def test_what_was_killed_a_moment_ago_and_still_seems_to_run_is_started_again(
+    own_home: home.Home, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    before = local.up().endpoint
+    looks, lost = local.first_silent, []
+
+    def dies_meanwhile(endpoint: home.Endpoint) -> str | None:
+        if endpoint == before:
+            os.kill(getattr(before, which), signal.SIGKILL)
+        return looks(endpoint)
+
+    monkeypatch.setattr(local, "first_silent", dies_meanwhile)
+    monkeypatch.setattr(local, "wake", lambda cloud, *, take_up_runs, has_lost: lost.append(has_lost))
+    after = local.up().endpoint
+    assert local.is_running(after)
+    assert getattr(after, which) != getattr(before, which)
+    assert lost == [which == "emulator_pid"]  # only the emulator has tables to lose
+
+
+def test_tables_are_lost_unless_the_emulator_has_saved_them(own_home: home.Home) -> None:
+    emulator = local.up().endpoint.emulator_pid
+    assert emulator and not own_home.saved_mark.exists()
+    local.down()
+    assert own_home.saved_mark.exists()
+    emulator = local.up().endpoint.emulator_pid
+    assert emulator and not own_home.saved_mark.exists()
+    os.kill(emulator, signal.SIGKILL)
+    local.down()
+    assert not own_home.saved_mark.exists()
+
+
 def test_after_a_crash_the_objects_are_in_the_new_stacks_bucket_and_start_nothing_again(
     own_home: home.Home, tmp_path: Path
 ) -> None:
