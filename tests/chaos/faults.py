@@ -96,7 +96,7 @@ def delete_in_s3(run: Struck) -> None:
 
 def _spoil(run: Struck, spoil: Callable[[Any, str, int], Any]) -> None:
     s3 = run.world.client("s3")
-    os.kill(run.supervisor(), signal.SIGSTOP)  # the mirror must not send a newer one meanwhile
+    kill(run, run.supervisor, signal.SIGSTOP)  # the mirror must not send a newer one meanwhile
     found = s3.list_objects_v2(Bucket=NAMES.bucket, Prefix=run.newest_prefix())["Contents"]
     weights = next(each for each in found if each["Key"].endswith(".safetensors"))
     spoil(s3, weights["Key"], weights["Size"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from boto3.exceptions import S3UploadFailedError
 
 from microtuning_local.sagemaker import jobs, rules
 from microtuning_local.sagemaker.events import event_entry
@@ -263,6 +264,36 @@ def test_a_checkpoint_that_is_pruned_meanwhile_gets_no_manifest(tmp_path: Path) 
     write_checkpoint(tmp_path, 2)
     mirror.sweep()
     assert s3.keys == ["l01/step-1/a.bin", "l01/step-2/a.bin", "l01/step-2/z.bin", "l01/step-2/manifest.json"]
+
+
+def test_a_file_that_is_written_to_while_it_is_read_goes_with_the_next_sweep_and_its_manifest_too(
+    tmp_path: Path,
+) -> None:
+    written = tmp_path / "step-1" / "a.bin"
+    write_checkpoint(tmp_path, 1)
+
+    def writes(key: str) -> None:
+        if key == "l01/step-1/a.bin" and written.read_text() != "longer than before":
+            written.write_text("longer than before")
+            raise S3UploadFailedError("An error occurred (BadDigest) when calling the PutObject operation")
+
+    s3 = RecordingS3(writes)
+    mirror = CheckpointMirror(s3, tmp_path, Location("b", "l01/"))
+    mirror.sent.clear()
+    mirror.sweep()
+    assert s3.keys == ["l01/step-1/z.bin"]
+    mirror.sweep()
+    assert s3.keys == ["l01/step-1/z.bin", "l01/step-1/a.bin", "l01/step-1/manifest.json"]
+
+
+def test_what_s3_refuses_of_a_file_at_rest_is_raised(tmp_path: Path) -> None:
+    def refuses(key: str) -> None:
+        raise S3UploadFailedError("An error occurred (AccessDenied) when calling the PutObject operation")
+
+    mirror = CheckpointMirror(RecordingS3(refuses), tmp_path, Location("b", "l01/"))
+    write_checkpoint(tmp_path, 1)
+    with pytest.raises(S3UploadFailedError, match="AccessDenied"):
+        mirror.sweep()
 
 
 def test_what_was_restored_stays_and_what_a_quick_job_wrote_before_the_first_sweep_goes(tmp_path: Path) -> None:

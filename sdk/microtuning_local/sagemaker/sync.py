@@ -136,10 +136,18 @@ class CheckpointMirror:
                 self._send(path, found[path])
 
     def _send(self, path: Path, stamp: Stamp) -> bool:
-        """False when the file has gone meanwhile (the job prunes old checkpoints): then its folder has no commit."""
+        """False when the file has gone meanwhile (the job prunes old checkpoints), or was written to while it was read and
+        waits for the next sweep: then its folder has no commit.
+        """
+        from boto3.exceptions import S3UploadFailedError
+
         try:
             upload(self.s3, path, self.target.under(path.relative_to(self.folder).as_posix()))
         except FileNotFoundError:
+            return False
+        except S3UploadFailedError:
+            if dict(scan(path.parent)).get(path) == stamp:
+                raise
             return False
         self.sent[path] = stamp
         return True
