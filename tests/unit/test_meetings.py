@@ -4,6 +4,7 @@ others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from microtuning_core.domain.cost import total
+from microtuning_core.domain.layout import progress_key
 from microtuning_core.domain.run import Run, RunStatus
 from tests.unit.small_cloud import Died, Message, SmallCloud
 
@@ -135,6 +137,22 @@ def test_a_bill_that_comes_after_the_end_reaches_the_attempt_and_the_ledger_with
     assert (run.attempts[0].billed_s, run.attempts[0].cost_state, cloud.runs.open) == (120, "final", set())
     entries = cloud.ledger.entries(run.tenant, run.run_id)
     assert total(each for each in entries if each.line == "compute") == cloud.jobs.bill_usd(run.run_id) > 0
+
+
+def test_the_last_sign_of_a_lost_machine_is_heard_with_its_end_where_no_message_told_it():
+    cloud = trained()
+    first = the_run(cloud).attempts[0]
+    restart = {"cause": "killed by signal 9", "at": cloud.now.isoformat(), "detect_ms": 1, "first_step_ms": 900}
+    said = {
+        "run_id": the_run(cloud).run_id, "attempt": 1, "lineage": 1, "step": 6, "total_steps": 20,
+        "at": cloud.now.isoformat(), "restarts": [restart], "starts": [{"at": cloud.now.isoformat(), "restore_ms": 3}],
+    }  # fmt: skip
+    cloud.objects.bodies[progress_key(the_run(cloud).run_id, 1)] = json.dumps(said).encode()
+    cloud.jobs.end(first.job_name, "lost")
+    cloud.deliver_all()
+    first = the_run(cloud).attempts[0]
+    assert first.is_settled and [each.first_step_ms for each in first.recoveries] == [900]
+    assert [each.restore_ms for each in first.starts] == [3]
 
 
 def test_a_run_that_completed_names_its_last_checkpoint_before_the_message_of_it_has_come():

@@ -125,8 +125,7 @@ def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
     Returns:
         The recoveries that ended with it: their first new step had not been heard of before.
     """
-    document = services.objects.read(progress_key(key.run_id, key.lineage), at_most=PROGRESS_BYTES)
-    progress = None if document is None else _understood(services, key, Progress, document)
+    progress = progress_at(services, key)
     if progress is None:
         return []
     found: list[Recovery] = []
@@ -143,6 +142,20 @@ def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
     if was_being_restored:
         prune(services, run)
     return found
+
+
+def progress_at(services: Services, key: CheckpointKey) -> Progress | None:
+    """The last sign of life in that lineage; None where there is none, or none that can be believed."""
+    document = services.objects.read(progress_key(key.run_id, key.lineage), at_most=PROGRESS_BYTES)
+    return None if document is None else _understood(services, key, Progress, document)
+
+
+def with_last_words(services: Services, run: Run) -> Run:
+    """The run with the last sign of its current attempt, which has ended: the message of it may be late, or lost with a
+    function or a queue, and the next attempt writes its own over it.
+    """
+    progress = progress_at(services, CheckpointKey(run.tenant, run.run_id, run.lineage, None))
+    return with_progress(run, progress) if progress else run
 
 
 def with_progress(run: Run, progress: Progress) -> Run:

@@ -30,6 +30,7 @@ from microtuning_core.domain.settle import (
     decide,
     judged,
 )
+from microtuning_core.usecases.checkpoint import with_last_words
 from microtuning_core.usecases.services import Services
 from microtuning_core.usecases.tenancy import current_limits, tell_standing
 from microtuning_core.usecases.warm_pools import end_pools
@@ -51,7 +52,7 @@ def settle(
         run = services.runs.get(run_id)
         facts = gather(services, run, ask_execution=ask_execution)
         facts = replace(facts, command=command, refusal=refusal, unlaunched=unlaunched)
-        decision = decide(run, facts)
+        decision = decide(with_last_words(services, run) if _just_ended(run, facts) else run, facts)
         try:
             settled = services.runs.put(decision.run, facts.now) if decision.run != run else run
         except StaleRevision:
@@ -62,6 +63,10 @@ def settle(
         deliver(services, run_id)
         return settled
     raise StaleRevision(run_id, run.revision)
+
+
+def _just_ended(run: Run, facts: Facts) -> bool:
+    return bool(run.current and not run.current.is_settled and facts.job and facts.job.is_terminal)
 
 
 def gather(services: Services, run: Run, *, ask_execution: bool = False) -> Facts:
