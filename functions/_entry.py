@@ -12,6 +12,8 @@ from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
 from functions._environment import services
+from microtuning_core.domain.recovery import STAGES, total_ms
+from microtuning_core.domain.run import Recovery
 
 logger = Logger()
 metrics = Metrics()
@@ -22,6 +24,18 @@ def _add_counts(counts: Counter[str]) -> None:
     for name, value in counts.items():
         metrics.add_metric(name=name, unit=MetricUnit.Count, value=value)
     counts.clear()
+
+
+def _add_recoveries(recoveries: list[tuple[str, Recovery]]) -> None:
+    """One metric a stage that was measured, and all of them together."""
+    for run_id, recovery in recoveries:
+        stages = {name: getattr(recovery, name) for name in STAGES} | {"total_ms": total_ms(recovery)}
+        for name, value in stages.items():
+            if value is not None:
+                metric = "Recovery" + name.removesuffix("_ms").title().replace("_", "")
+                metrics.add_metric(name=metric, unit=MetricUnit.Milliseconds, value=value)
+        logger.info("recovered", extra={"run_id": run_id, "cause": recovery.cause, **stages})
+    recoveries.clear()
 
 
 Handler = Callable[[dict[str, Any], LambdaContext], dict[str, Any]]
@@ -37,6 +51,7 @@ def entry(handler: Handler) -> Handler:
             return handler(event, context)
         finally:
             _add_counts(services().counts)
+            _add_recoveries(services().recoveries)
 
     logged: Handler = metrics.log_metrics(logger.inject_lambda_context(counted))
 

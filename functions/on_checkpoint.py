@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from aws_lambda_powertools.metrics import MetricUnit
 from aws_lambda_powertools.utilities.typing import LambdaContext
 
-from functions._entry import entry, logger, metrics
+from functions._entry import entry
 from functions._environment import services
 from functions._queue import Body, handle_messages
 from microtuning_core.domain.events import objects_created
 from microtuning_core.domain.layout import parse_checkpoint_key
-from microtuning_core.domain.recovery import STAGES, total_ms
-from microtuning_core.domain.run import Recovery
 from microtuning_core.usecases.checkpoint import hear_progress, register
 
 
@@ -28,18 +25,6 @@ def _process(body: Body) -> None:
         if key is None or services().runs.find(key.run_id) is None:
             continue
         if key.step is None:
-            for recovery in hear_progress(services(), key):
-                _measure(key.run_id, recovery)
+            hear_progress(services(), key)
         else:
             register(services(), key)
-
-
-def _measure(run_id: str, recovery: Recovery) -> None:
-    """One metric a stage that was measured, and all of them together."""
-    total = total_ms(recovery)
-    stages = {name: getattr(recovery, name) for name in STAGES} | {"total_ms": total}
-    for name, value in stages.items():
-        if value is not None:
-            metric = "Recovery" + name.removesuffix("_ms").title().replace("_", "")
-            metrics.add_metric(name=metric, unit=MetricUnit.Milliseconds, value=value)
-    logger.info("recovered", extra={"run_id": run_id, "cause": recovery.cause, **stages})

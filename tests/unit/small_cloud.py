@@ -10,7 +10,6 @@ or other functions do their whole work before it goes on. Each write of a run is
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -61,7 +60,7 @@ from microtuning_core.usecases import (
     tenancy,
     warm_pools,
 )
-from microtuning_core.usecases.services import StageSettings
+from microtuning_core.usecases.services import Services, StageSettings
 
 BEGAN = datetime(2026, 1, 2, 3, 0, tzinfo=UTC)
 NAMES = StackNames("prod", "123456789012", "us-east-1")
@@ -156,12 +155,12 @@ class SmallCloud:
         self.ledger = Ledger(self)
         self.logs = SimpleNamespace(last_line_at=self._last_line_at)
         self.silent: set[str] = set()
-        self.counts: Counter[str] = Counter()
-        self.services: Any = SimpleNamespace(
-            names=NAMES, settings=settings, objects=self.objects, runs=self.runs, admissions=self.admissions,
-            executions=self.executions, jobs=self.jobs, ledger=self.ledger, logs=self.logs,
-            budget_marks=Marks(self), count=lambda metric: self.counts.update([metric]),
+        self.services: Any = Services(None, settings)  # type: ignore[arg-type]  # of a session only stores are made
+        vars(self.services).update(
+            objects=self.objects, runs=self.runs, admissions=self.admissions, executions=self.executions,
+            jobs=self.jobs, ledger=self.ledger, logs=self.logs, budget_marks=Marks(self),
         )  # fmt: skip
+        self.counts = self.services.counts
         with clock_of(self):
             for number in range(run_count):
                 self._begin(number, list(settings.tenants.tenants)[number % len(settings.tenants.tenants)])

@@ -153,6 +153,7 @@ def test_the_last_sign_of_a_lost_machine_is_heard_with_its_end_where_no_message_
     first = the_run(cloud).attempts[0]
     assert first.is_settled and [each.first_step_ms for each in first.recoveries] == [900]
     assert [each.restore_ms for each in first.starts] == [3]
+    assert [each.cause for _, each in cloud.services.recoveries] == ["killed by signal 9"]  # a metric, once
 
 
 def test_a_run_that_completed_names_its_last_checkpoint_before_the_message_of_it_has_come():

@@ -22,6 +22,7 @@ CONTEXT = SimpleNamespace(
     aws_request_id="1",
 )
 COUNTS: Counter[str] = Counter()  # what use cases counted
+RECOVERIES: list[tuple[str, Recovery]] = []  # … and heard of
 PROGRESS_KEY = "tenants/acme/runs/acme-sort-0a1b2c3d4e5f/checkpoints/l01/progress.json"
 
 
@@ -29,7 +30,7 @@ PROGRESS_KEY = "tenants/acme/runs/acme-sort-0a1b2c3d4e5f/checkpoints/l01/progres
 def counting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("POWERTOOLS_METRICS_NAMESPACE", "microtuning-prod")
     monkeypatch.setenv("POWERTOOLS_SERVICE_NAME", "on_checkpoint")
-    monkeypatch.setattr("functions._entry.services", lambda: SimpleNamespace(counts=COUNTS))
+    monkeypatch.setattr("functions._entry.services", lambda: SimpleNamespace(counts=COUNTS, recoveries=RECOVERIES))
     return monkeypatch
 
 
@@ -51,7 +52,8 @@ def test_a_recovery_is_a_metric_a_stage_and_one_of_them_all(
     times = dict(zip(STAGES, [1, 20, 300, 4000, 50000], strict=True))
     recovery = Recovery(cause="killed by signal 9", at=datetime(2026, 1, 2, tzinfo=UTC), **times)
     counting.setattr(on_checkpoint, "services", lambda: SimpleNamespace(runs=SimpleNamespace(find=lambda _: object())))
-    counting.setattr(on_checkpoint, "hear_progress", lambda _services, _key: [recovery])
+    heard = lambda _services, _key: RECOVERIES.append(("acme-sort-0a1b2c3d4e5f", recovery))  # noqa: E731
+    counting.setattr(on_checkpoint, "hear_progress", heard)
     stored = {"bucket": {"name": "b"}, "object": {"key": PROGRESS_KEY, "eTag": "e"}}
     body = {"Records": [{"s3": stored, "eventTime": "2026-01-02T03:04:05Z"}]}
     counting.setattr("functions._queue.services", on_checkpoint.services)
@@ -65,6 +67,7 @@ def test_a_recovery_is_a_metric_a_stage_and_one_of_them_all(
         "RecoveryFirstStep": ([50000.0], "Milliseconds"),
         "RecoveryTotal": ([54321.0], "Milliseconds"),
     }
+    assert RECOVERIES == []
 
 
 @pytest.mark.parametrize(("age_s", "expected"), [(77, ([77.0], "Seconds")), (None, None)])

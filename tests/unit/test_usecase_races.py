@@ -31,7 +31,7 @@ from microtuning_core.usecases.costing import record_cost
 from microtuning_core.usecases.dead_letters import bury
 from microtuning_core.usecases.plan import plan_attempt
 from microtuning_core.usecases.reconciling import stop_orphans
-from microtuning_core.usecases.services import StageSettings
+from microtuning_core.usecases.services import Services, StageSettings
 from tests.unit.records import a_cpu_plan
 
 RUN_ID = "acme-sort-0a1b2c3d4e5f"
@@ -126,12 +126,11 @@ class Executions:
 
 
 def services(run: Run, **stores: Any) -> Any:
-    defaults = {
-        "settings": StageSettings(NAMES, "image:1", 1),
-        "admissions": SimpleNamespace(limit_changes=dict),
-    }
-    made = SimpleNamespace(names=NAMES, runs=Runs(run), objects=Objects(), executions=Executions())
-    return SimpleNamespace(**vars(made) | defaults | stores)
+    defaults = {"admissions": SimpleNamespace(limit_changes=dict)}
+    made = Services(None, StageSettings(NAMES, "image:1", 1))  # type: ignore[arg-type]  # of a session only stores are made
+    ports = {"runs": Runs(run), "objects": Objects(), "executions": Executions()}
+    vars(made).update(ports | defaults | stores)
+    return made
 
 
 def run(**changes: Any) -> Run:

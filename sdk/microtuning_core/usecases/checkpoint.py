@@ -11,7 +11,6 @@ from microtuning_core.domain.layout import CheckpointKey, progress_key, step_pre
 from microtuning_core.domain.manifest import MANIFEST_NAME, CheckpointManifest
 from microtuning_core.domain.progress import Progress
 from microtuning_core.domain.record import Record
-from microtuning_core.domain.recovery import newly_complete
 from microtuning_core.domain.retention import superfluous
 from microtuning_core.domain.run import Liveness, Recovery, Run, RunMetrics, metered
 from microtuning_core.domain.settle import register_checkpoint
@@ -119,29 +118,24 @@ def prune(services: Services, run: Run) -> None:
         services.runs.delete_checkpoint(run.run_id, old.lineage, old.step)
 
 
-def hear_progress(services: Services, key: CheckpointKey) -> list[Recovery]:
-    """The sign of life: step, metrics and restarts of the current attempt, as progress.json has them.
-
-    Returns:
-        The recoveries that ended with it: their first new step had not been heard of before.
-    """
+def hear_progress(services: Services, key: CheckpointKey) -> None:
+    """The sign of life: step, metrics and restarts of the current attempt, as progress.json has them."""
     progress = progress_at(services, key)
     if progress is None:
-        return []
-    found: list[Recovery] = []
-    was_being_restored = False
+        return
+    before: Run | None = None
 
     def heard(run: Run) -> Run:
-        nonlocal was_being_restored
-        was_being_restored = run.is_being_restored
-        after = with_progress(run, progress)
-        found[:] = newly_complete(run, after)
-        return after
+        nonlocal before
+        before = run
+        return with_progress(run, progress)
 
     run = services.runs.update(key.run_id, heard)
-    if was_being_restored:
+    if before is None:
+        return
+    services.note_recoveries(before, run)
+    if before.is_being_restored:
         prune(services, run)
-    return found
 
 
 def progress_at(services: Services, key: CheckpointKey) -> Progress | None:

@@ -17,6 +17,7 @@ from microtuning_core.aws.objects import ObjectStore
 from microtuning_core.aws.runs import RunStore
 from microtuning_core.aws.training_jobs import TrainingJobs
 from microtuning_core.domain.quota import Limits
+from microtuning_core.domain.recovery import newly_complete
 from microtuning_core.domain.tenants import StageTenants, serving_anyone
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mypy_boto3_dynamodb import DynamoDBClient
 
     from microtuning_core.domain.names import StackNames
+    from microtuning_core.domain.run import Recovery, Run
     from microtuning_core.usecases.job_security import JobNetwork
 
 
@@ -57,10 +59,16 @@ class Services:
     def __init__(self, session: boto3.Session, settings: StageSettings) -> None:
         self._session = session
         self.settings = settings
-        self.counts: Counter[str] = Counter()  # metrics of what was done, until the function that did it takes them out
+        # What is measured of the work, until the function that did it takes it out.
+        self.counts: Counter[str] = Counter()
+        self.recoveries: list[tuple[str, Recovery]] = []
 
     def count(self, metric: str) -> None:
         self.counts[metric] += 1
+
+    def note_recoveries(self, before: Run, after: Run) -> None:
+        """Those whose first new step was heard of in between."""
+        self.recoveries += [(after.run_id, each) for each in newly_complete(before, after)]
 
     @property
     def names(self) -> StackNames:

@@ -57,6 +57,7 @@ def settle(
             settled = services.runs.put(decision.run, facts.now) if decision.run != run else run
         except StaleRevision:
             continue
+        services.note_recoveries(run, settled)
         _tell(services, run, settled)
         for action in decision.actions:
             perform(services, settled, action)
