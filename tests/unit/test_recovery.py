@@ -93,6 +93,35 @@ def test_what_was_refused_between_counts_as_waiting_for_a_machine():
     assert (recovery.decide_ms, recovery.provision_ms) == (1000, 62_000)
 
 
+def test_a_worker_that_dies_before_its_first_step_leaves_it_to_the_worker_after_it():
+    restart = Recovery(
+        cause="out of memory", at=at(171), detect_ms=0, decide_ms=4, provision_ms=6, restore_ms=100, first_step_ms=890
+    )
+    starts = (Start(at=at(170), restore_ms=4000),)
+    (first, again) = recoveries(training(FAILED, BACK.model_copy(update={"starts": starts, "recoveries": (restart,)})))
+    assert (first.restore_ms, first.first_step_ms) == (4000, 2000)  # trains from 170 on, steps at 172
+    assert again == restart
+    (waiting, _) = recoveries(
+        training(
+            FAILED,
+            BACK.model_copy(
+                update={"starts": starts, "recoveries": (restart.model_copy(update={"first_step_ms": None}),)}
+            ),
+        )
+    )
+    assert waiting.first_step_ms is None
+
+
+def test_a_machine_that_is_lost_before_its_first_step_leaves_it_to_the_next():
+    gone = {"starts": (), "ended_at": at(168), "settled_at": at(169), "outcome": "failed", "failure": LOST}
+    third = attempt(
+        3, launched_at=at(172), started_at=at(200), starts=(Start(at=at(204), restore_ms=3500, first_step_ms=250),)
+    )
+    first, second = recoveries(training(FAILED, BACK.model_copy(update=gone), third))
+    assert (first.provision_ms, first.restore_ms, first.first_step_ms) == (95_000, 3500, 250)
+    assert (second.provision_ms, second.restore_ms, second.first_step_ms) == (28_000, 3500, 250)
+
+
 @pytest.mark.parametrize("outcome", ["completed", "stopped"])
 def test_an_attempt_that_did_not_fail_is_nothing_to_recover_from(outcome):
     ended = FAILED.model_copy(update={"outcome": outcome, "failure": None})

@@ -12,7 +12,7 @@ that followed a failed one, are put together here from what SageMaker, our table
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from microtuning_core.domain.progress import Start
 from microtuning_core.domain.run import Attempt, Recovery, Run
@@ -58,12 +58,29 @@ def _start_of(start: Start) -> dict[str, int | None]:
     return {"restore_ms": start.restore_ms, "first_step_ms": start.first_step_ms}
 
 
+def _way_back(attempt: Attempt) -> dict[str, int | None]:
+    """Its machine's start; where its worker died before a step, the first step is that of the worker after it."""
+    if not attempt.starts:
+        return {}
+    start = attempt.starts[0]
+    restarted = (each for each in attempt.recoveries if each.cause != INTERRUPTED and total_ms(each) is not None)
+    again = next(restarted, None)
+    if start.first_step_ms is not None or again is None:
+        return _start_of(start)
+    stepped_at = again.at + timedelta(milliseconds=total_ms(again) or 0)
+    return _start_of(start) | {"first_step_ms": _ms(start.at, stepped_at)}
+
+
 def _next_attempt(failed: Attempt, later: tuple[Attempt, ...]) -> Recovery | None:
-    """How the run came back from an attempt that failed: by the next that got a machine, whatever was refused between."""
+    """How the run came back from an attempt that failed: by the next that made a step, whatever was refused or lost
+    between; until one has, by the next that got a machine.
+    """
     if not later or failed.failure is None or failed.ended_at is None:
         return None
     tries = [each.launched_at or each.created_at for each in later]
-    back = next((each for each in later if each.started_at is not None), None)
+    with_machine = [each for each in later if each.started_at is not None]
+    stepped = (each for each in with_machine if _way_back(each).get("first_step_ms") is not None)
+    back = next(stepped, next(iter(with_machine), None))
     recovery = Recovery(
         cause=failed.failure.failure_class.value,
         at=failed.ended_at,
@@ -71,7 +88,7 @@ def _next_attempt(failed: Attempt, later: tuple[Attempt, ...]) -> Recovery | Non
         decide_ms=_ms(failed.settled_at, tries[0]),
         provision_ms=_ms(tries[0], back.started_at) if back else None,
     )
-    return recovery.model_copy(update=_start_of(back.starts[0])) if back and back.starts else recovery
+    return recovery.model_copy(update=_way_back(back)) if back else recovery
 
 
 def _ms(since: datetime | None, until: datetime | None) -> int | None:
